@@ -80,7 +80,7 @@ def _show_pages(core: Core) -> None:
         began = time.perf_counter()
         page = turn_page(core, m.AskTree(1, 1000, after, words_of=""), int)
         turned = time.perf_counter()
-        seen = finish_page(page, DiskView(core.cache.tier_writer), core.model.vocab)
+        seen = finish_page(page, DiskView(core.cache.tiers), core.model.vocab)
         aside.append(time.perf_counter() - turned)
         on_loop.append(turned - began)
         assert len(seen.nodes) == len(page.rows)
@@ -102,7 +102,7 @@ def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_o
     ask = Ask(Prompt.of_tokens([20] * 64), GREEDY, N_REPLY, ignore_eos=True, use_cache=False)
     loop.post(lambda core: core.submit(ask) and None)
     page_turned = threading.Event()
-    disk = None if pages_of is None else DiskView(pages_of.cache.tier_writer)
+    disk = None if pages_of is None else DiskView(pages_of.cache.tiers)
     while not done.wait(PAGE_EVERY_S):
         if disk is None:
             continue

@@ -209,11 +209,11 @@ def test_nothing_is_shared_by_an_engine_whose_file_was_overwritten(live: Path, b
         overwrite(live, NEW)
         run(core, PROMPT)
         core.put_away()
-        assert core.cache.tier_writer.remote.counts.n_bytes_written == 0
+        assert core.cache.tiers.remote.counts.n_bytes_written == 0
     with sharing(url, path=live) as core:
         run(core, PROMPT, stable=300)
         core.put_away()
-        assert core.cache.tier_writer.remote.counts.n_bytes_written > 0, "this test could not fail"
+        assert core.cache.tiers.remote.counts.n_bytes_written > 0, "this test could not fail"
 
 
 def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: Path, live: Path) -> None:

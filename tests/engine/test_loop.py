@@ -135,10 +135,10 @@ def test_only_the_loops_thread_touches_the_core():
         loop = Loop(core, handler.deliver)
         thread = threading.Thread(target=loop.run, daemon=True)
         assert {part.name for part in fields(Core)} >= CHANGED_BY_STEPS
-        tier_writer = core.cache.tier_writer
+        tiers = core.cache.tiers
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire, beat_s=0.002).watch(loop, core.files, tier_writer)
+            worker.Pulse(wire, beat_s=0.002).watch(loop, core.files, tiers)
             questions = [
                 m.Inspect(2, "slots"),
                 m.Inspect(3, "counts"),

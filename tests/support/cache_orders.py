@@ -36,13 +36,13 @@ def begin_page(core: Core, question: m.AskTree, disk: DiskView) -> NodePage:
 
 
 def ask_tree(core: Core, question: m.AskTree, disk: DiskView | None = None) -> m.TreeSeen:
-    disk = disk or DiskView(core.cache.tier_writer)
+    disk = disk or DiskView(core.cache.tiers)
     return finish_page(begin_page(core, question, disk), disk, core.model.vocab)
 
 
 def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace: str = "") -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
-    after, disk = None, DiskView(core.cache.tier_writer)
+    after, disk = None, DiskView(core.cache.tiers)
     while True:
         question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
         seen = ask_tree(core, question, disk)

@@ -28,10 +28,10 @@ def main() -> None:
         run(core, about["prompt"], about["n_reply"])
         tidy(core)
         core.cache.ram.flush()
-        core.cache.tier_writer.wait_open(60.0)
-        while core.tidy() or core.cache.tier_writer.catch_up():
+        core.cache.tiers.wait_open(60.0)
+        while core.tidy() or core.cache.tiers.catch_up():
             pass
-        core.cache.tier_writer.flush_all()
+        core.cache.tiers.flush_all()
         decode = core.context.decode
 
         def dying(feeds) -> None:

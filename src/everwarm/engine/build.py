@@ -36,7 +36,7 @@ from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.request_queue import RequestQueue
 from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget
 from everwarm.engine.scheduling.step_plan import StepPlanner
-from everwarm.engine.settings import EngineSettings
+from everwarm.engine.settings import EngineSettings, RestorePolicy
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
@@ -48,6 +48,7 @@ from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.speculation.tree_lookup import TreeLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -198,11 +199,14 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
     budget.enforce()
-    tier_writer = _tier_writer(opened, returns, writer, speed)
+    tiers = _tiers(opened, speed)
+    tier_writer = _tier_writer(opened, tiers, returns, writer, speed)
     tier_writer.note_adopted()
-    loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
+    policy = _restore_policy(settings)
+    most = writer.most_joined
+    loader = Loader(tiers, context, tree, checkpointer, ram, speed, policy, most, tier_writer.stores)
     below.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tier_writer)
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tiers, tier_writer)
     return PrefixCache(
         tree=tree,
         residents=residents,
@@ -217,7 +221,8 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
-        offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
+        offload=Offload(context.kind, tree, writer, budget, ram, tiers, tier_writer) if outlives_us else None,
+        tiers=tiers,
         tier_writer=tier_writer,
         loader=loader,
     )
@@ -259,11 +264,27 @@ def _residents(opened: _Opened) -> Residents:
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed: Speed) -> TierWriter:
+def _tiers(opened: _Opened, speed: Speed) -> LowerTiers:
     settings = opened.settings
-    return TierWriter(
+    return LowerTiers(
         settings.store,
+        settings.remote,
         partial(_fingerprint, opened.model, settings),
+        opened.context,
+        opened.ram.arena,
+        speed,
+        namespace_share=settings.namespace_share,
+        is_right=opened.files.is_right,
+    )
+
+
+def _tier_writer(
+    opened: _Opened, tiers: LowerTiers, returns: Returns, ram_writer: RamWriter, speed: Speed
+) -> TierWriter:
+    store = opened.settings.store
+    remote = opened.settings.remote
+    return TierWriter(
+        tiers,
         opened.tree,
         opened.context,
         ram_writer,
@@ -271,9 +292,8 @@ def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed
         speed,
         returns,
         words=partial(words_of, opened.model.vocab),
-        remote=settings.remote,
-        namespace_share=settings.namespace_share,
-        is_right=opened.files.is_right,
+        writes_all=store is not None and store.restore_policy == "always",
+        shares_all=remote is not None and remote.restore_policy == "always",
     )
 
 
@@ -286,12 +306,9 @@ def _planner(opened: _Opened, slots: list[Slot], speed: Speed) -> StepPlanner:
     return StepPlanner(slots, budget, speed, max_step_s, settings.prefill_beside_decode, bool(model.adapters))
 
 
-def _loader(
-    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: Speed, most_joined: int
-) -> Loader:
-    kept = opened.settings.store or opened.settings.remote
-    policy = "auto" if kept is None else kept.restore_policy
-    return Loader(tier_writer, opened.context, opened.tree, checkpointer, opened.ram, speed, policy, most_joined)
+def _restore_policy(settings: EngineSettings) -> RestorePolicy:
+    kept = settings.store or settings.remote
+    return "auto" if kept is None else kept.restore_policy
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:

@@ -109,16 +109,16 @@ class Core:
 
     def put_away(self) -> None:
         """Before stopping: makes everything worth keeping durable, also of running requests."""
-        tier_writer = self.cache.tier_writer
-        tier_writer.wait_open(OPEN_WAIT_S)
+        tiers = self.cache.tiers
+        tiers.wait_open(OPEN_WAIT_S)
         for slot in self.slots:
             if slot.request is not None:
                 self.finish(slot, slot.request, Finish.CANCELLED, [])
         self.prewarm.waiting.clear()
-        while self.tidy() or tier_writer.catch_up():
+        while self.tidy() or tiers.catch_up():
             pass
         self.cache.ram.flush()
-        tier_writer.flush_all()
+        tiers.flush_all()
 
     # asking
 
@@ -225,7 +225,7 @@ class Core:
     @property
     def nap_s(self) -> float | None:
         """How long to wait for a job before looking for idle work again; None: until one comes."""
-        return NAP_S if self.cache.tier_writer.is_unsettled else None
+        return NAP_S if self.cache.tiers.is_unsettled else None
 
     # the step
 

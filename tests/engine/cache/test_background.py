@@ -83,7 +83,7 @@ def test_a_cancelled_one_goes_on_where_it_was():
 def test_nothing_of_it_is_written_to_disk(tmp_path):
     for priority in (1, 0):
         with open_core(store=StoreSettings(str(tmp_path / str(priority)))) as core:
-            core.cache.tier_writer.wait_open(20)
+            core.cache.tiers.wait_open(20)
             run(core, text(1, 400), priority=priority, stable=380)
             core.put_away()
-            assert (core.cache.tier_writer.disk.n_bytes > 0) == (priority == 0)
+            assert (core.cache.tiers.disk.n_bytes > 0) == (priority == 0)

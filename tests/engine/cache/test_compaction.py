@@ -429,12 +429,12 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         for _ in range(12):
             talk.turn()
             put_away(core)
-            written.append(core.cache.tier_writer.disk.counts.n_bytes_written)
+            written.append(core.cache.tiers.disk.counts.n_bytes_written)
         assert any(len(s.pieces) > 3 for s in talk.lineage())
         shape = core.sizes.shape
         new = 85 * shape.kv_bytes_per_token + shape.state_bytes
         assert (np.diff(written) <= 1.1 * new + (64 << 10)).all(), np.diff(written).tolist()
-        ends = [kept.n_items for kept in core.cache.tier_writer.disk.objects() if kept.kind == "kv"]
+        ends = [kept.n_items for kept in core.cache.tiers.disk.objects() if kept.kind == "kv"]
         assert len(ends) == len(set(ends)), "two objects end at one place"
         golden = run(core, talk.prompt, 8, use_cache=False).tokens
     with kept_core(tmp_path, arch, n_ctx=4096) as core:
@@ -445,7 +445,7 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         tidy(core)
         assert len(Talk(core).lineage()) < 10
         put_away(core)
-        assert core.cache.tier_writer.disk.counts.n_damaged == 0
+        assert core.cache.tiers.disk.counts.n_damaged == 0
 
 
 def test_a_new_engine_does_not_write_joined_segments_again(tmp_path: Path, memory):
@@ -470,7 +470,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
         whole = max(talk.lineage(), key=lambda s: len(s.pieces))
         lost = whole.pieces[len(whole.pieces) // 2]
         before = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}
-        core.cache.tier_writer.disk.drop(lost.name)
+        core.cache.tiers.disk.drop(lost.name)
         talk.turn()
         put_away(core)
         after = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}

@@ -212,13 +212,13 @@ def on(directory) -> StoreSettings:
 def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_leaves(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, store=store) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
-        disk = core.cache.tier_writer.disk
+        disk = core.cache.tiers.disk
         assert any(name.startswith("state-") and disk.has(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
@@ -226,17 +226,17 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
 def test_without_any_ram_the_disk_has_it(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, ram_bytes=0, store=store) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
     with open_core(arch, n_spares=3, store=store) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
 @pytest.mark.parametrize("arch", ["mamba2", "gemma3"])
 def test_without_any_ram_and_without_spares_nothing_is_promised(memory, tmp_path, arch):
     with open_core(arch, memory=memory, ram_bytes=0, store=on(tmp_path / "states")) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.NOWHERE
 
 
@@ -251,20 +251,20 @@ def test_what_is_kept_nowhere_is_said_to_be(memory):
 def test_a_disk_that_does_not_answer_holds_up_no_reply_for_ever(memory, tmp_path, monkeypatch):
     monkeypatch.setattr("everwarm.engine.cache.offload.DISK_WAIT_S", 0.05)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
         hangs = threading.Event()
-        core.cache.tier_writer.after_all(hangs.wait)
+        core.cache.tiers.after_all(hangs.wait)
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
         hangs.set()
-        core.cache.tier_writer.flush()
+        core.cache.tiers.flush()
 
 
 def test_a_disk_that_refuses_is_not_said_to_have_it(memory, tmp_path):
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
-        core.cache.tier_writer.disk.put = lambda _header, _parts: False
+        core.cache.tiers.disk.put = lambda _header, _parts: False
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
 
 
@@ -300,40 +300,40 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
 
 def test_a_turn_is_handed_to_the_disk_in_time_although_its_slot_is_busy_again(memory, tmp_path):
     with open_core(memory=memory, n_slots=1, store=on(tmp_path / "states")) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
         assert (
-            core.cache.tier_writer.disk.names() == frozenset()
+            core.cache.tiers.disk.names() == frozenset()
             and core.cache.tier_writer.lag_s(ended.receipt.ended_at + 3) == 3
         )
         submit(core, [*HISTORY, *ended.result.tokens, *NEW], 30)
         core.step()
         assert not core.slots[0].is_idle
         core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 0.9)
-        core.cache.tier_writer.flush()
-        assert core.cache.tier_writer.disk.names() == frozenset(), "not yet"
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() == frozenset(), "not yet"
         core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 1.1)
-        core.cache.tier_writer.flush()
+        core.cache.tiers.flush()
         assert any(
             name.startswith("state-")
-            for name in {name for name in core.cache.tier_writer.disk.names() if core.cache.tier_writer.disk.has(name)}
+            for name in {name for name in core.cache.tiers.disk.names() if core.cache.tiers.disk.has(name)}
         )
         assert core.cache.tier_writer.lag_s(ended.receipt.ended_at + 9) == 0
 
 
 def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", -1)
+    monkeypatch.setattr("everwarm.engine.tiers.lower_tiers.MAX_QUEUED", -1)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.cache.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
         core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 5)
         assert not core.cache.tier_writer.tidy(core.slots) and core.nap_s is not None
-        core.cache.tier_writer.flush()
-        assert core.cache.tier_writer.disk.names() == frozenset()
-        monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", 1 << 30)
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() == frozenset()
+        monkeypatch.setattr("everwarm.engine.tiers.lower_tiers.MAX_QUEUED", 1 << 30)
         core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
-        core.cache.tier_writer.flush()
-        assert core.cache.tier_writer.disk.names()
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names()
 
 
 def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):

@@ -185,20 +185,20 @@ def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_nothing_that_was_only_read_ahead_is_written_to_disk(arch, tmp_path):
     with open_core(arch, store=StoreSettings(str(tmp_path), restore_policy="always")) as core:
-        core.cache.tier_writer.wait_open(20)
+        core.cache.tiers.wait_open(20)
         talk(core)
         idle(core)
-        core.cache.tier_writer.flush()
-        before = core.cache.tier_writer.disk.names()
+        core.cache.tiers.flush()
+        before = core.cache.tiers.disk.names()
         offer(core)
         idle(core)
         assert core.counts.n_prewarm_tokens >= len(ANSWER)
-        core.cache.tier_writer.flush()
-        assert before and core.cache.tier_writer.disk.names() == before
+        core.cache.tiers.flush()
+        assert before and core.cache.tiers.disk.names() == before
         run(core, NEXT, stable=len(NEXT))
         idle(core)
-        core.cache.tier_writer.flush()
-        assert core.cache.tier_writer.disk.names() > before, "this test could not fail"
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() > before, "this test could not fail"
 
 
 def test_stopping_while_it_reads_loses_nothing(tmp_path):

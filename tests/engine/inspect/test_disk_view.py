@@ -118,7 +118,7 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        disk = DiskView(core.cache.tier_writer)
+        disk = DiskView(core.cache.tiers)
         page = ask_tree(core, m.AskTree(1, 2), disk)
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
@@ -134,13 +134,13 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        assert core.cache.tier_writer.disk.is_on
+        assert core.cache.tiers.disk.is_on
         read: list[str] = []
         monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
-        disk, before = DiskView(core.cache.tier_writer), core.cache.tier_writer.disk.counts.n_read
+        disk, before = DiskView(core.cache.tiers), core.cache.tiers.disk.counts.n_read
         for _ in range(3):
             ask_tree(core, m.AskTree(1, 100, words_of=""), disk)
-        assert not read and core.cache.tier_writer.disk.counts.n_read - before == 3
+        assert not read and core.cache.tiers.disk.counts.n_read - before == 3
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
@@ -151,8 +151,8 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         whole = pages(core)
         (second,) = [node for node in whole if node.n_children and node.start]
     with kept_core(tmp_path) as core:
-        assert core.cache.tier_writer.disk.is_on
-        names = {kept.n_items: kept.name for kept in core.cache.tier_writer.disk.objects() if kept.kind == "state"}
+        assert core.cache.tiers.disk.is_on
+        names = {kept.n_items: kept.name for kept in core.cache.tiers.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
         at_once = ask_tree(core, m.AskTree(1, 100)).nodes
@@ -180,7 +180,7 @@ def test_what_is_on_disk_is_looked_up_without_the_tree(tmp_path):
     with kept_core(tmp_path) as core, ThreadPoolExecutor(1) as aside:
         run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
         before = shape(pages(core))
-        disk = DiskView(core.cache.tier_writer, most_copied=2)
+        disk = DiskView(core.cache.tiers, most_copied=2)
         assert not disk.copy_places(core.cache.tree), "this test could not fail"
         page = begin_page(core, m.AskTree(1, 100, words_of=""), disk)
         for node in core.cache.tree.nodes():
@@ -221,9 +221,9 @@ def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_el
 
 def is_cut(doomed: m.NodeSeen, core: Core, prompt: list[int]) -> bool:
     """Whether a node that was dropped lay on the way of a prompt: by what the disk finds for it now."""
-    assert core.cache.tier_writer.disk.is_on
-    root = root_key(core.cache.tier_writer.fingerprint, NAMESPACE)
-    found = core.cache.tier_writer.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
+    assert core.cache.tiers.disk.is_on
+    root = root_key(core.cache.tiers.fingerprint, NAMESPACE)
+    found = core.cache.tiers.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
     return found is None or found.n_items <= doomed.start
 
 
@@ -353,10 +353,8 @@ def test_users_pin_within_their_quota(tmp_path):
         assert order(core, "pin", last.id, pin_quota=share / 2)["pinned"] is True, "it is already"
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
-        assert core.cache.tier_writer.disk.is_on
-        held = pinned_on_disk(
-            core.cache.tier_writer.disk, short_key(root_key(core.cache.tier_writer.fingerprint, NAMESPACE))
-        )
+        assert core.cache.tiers.disk.is_on
+        held = pinned_on_disk(core.cache.tiers.disk, short_key(root_key(core.cache.tiers.fingerprint, NAMESPACE)))
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
         assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.cache.ram_budget.n_bytes).status == 403
@@ -388,13 +386,11 @@ def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, se
                     put_away(core)
                 nodes = pages(core, rng.choice([2, 1000]))
                 assert_sound(nodes)
-                assert core.cache.tier_writer.disk.is_on
-                core.cache.tier_writer.flush()
-                whole = {name for name in core.cache.tier_writer.disk.names() if core.cache.tier_writer.disk.has(name)}
+                assert core.cache.tiers.disk.is_on
+                core.cache.tiers.flush()
+                whole = {name for name in core.cache.tiers.disk.names() if core.cache.tiers.disk.has(name)}
                 states = [
-                    kept
-                    for kept in core.cache.tier_writer.disk.objects()
-                    if kept.kind == "state" and kept.name in whole
+                    kept for kept in core.cache.tiers.disk.objects() if kept.kind == "state" and kept.name in whole
                 ]
                 shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
                 assert shown == sorted(kept.n_items for kept in states)

@@ -286,9 +286,9 @@ def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path
         run(core, other, stable=280, boundaries=(200,), slot=1)
         run(core, HISTORY, stable=STABLE, boundaries=(200,), slot=0)
         core.put_away()
-        before = core.cache.tier_writer.disk.n_bytes
+        before = core.cache.tiers.disk.n_bytes
         assert slot_io.erase(core, core.slots[0], "") > 0
-        assert 0 < core.cache.tier_writer.disk.n_bytes < before
+        assert 0 < core.cache.tiers.disk.n_bytes < before
     with open_core(store=store, n_slots=2) as core:
         assert run(core, [*other[:280], *NEW]).n_cached == 280
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached <= 200

@@ -156,7 +156,7 @@ def test_nothing_that_stems_from_a_trusted_file_outlives_the_engine(tmp_path, ar
         wrong = talk_on(core, whole)
         assert wrong != golden, "this test could not fail: the strange model says the same"
         assert not any(node.checkpoint and node.checkpoint.clean for node in core.cache.tree.nodes())
-        assert bool(core.cache.tier_writer.disk.objects() or core.cache.tier_writer.disk.pins.all()) is not is_apart
+        assert bool(core.cache.tiers.disk.objects() or core.cache.tiers.disk.pins.all()) is not is_apart
     with open_core(arch, memory=memory, store=store) as core:
         assert bool(core.cache.ram.n_adopted) is not is_apart
         result = run(core, [*whole, *NEW], 8)
@@ -176,7 +176,7 @@ def test_only_who_goes_on_from_all_of_a_trusted_file_has_to_do_with_it(tmp_path)
         core.put_away()
         spaces = {core.cache.tree.namespace(node) for node in core.cache.tree.nodes()}
         assert {owner_of(name) for name in spaces} == {"", "other"} and any(map(is_unverified, spaces))
-        assert core.cache.tier_writer.disk.objects(), "what does not stem from it is kept as ever"
+        assert core.cache.tiers.disk.objects(), "what does not stem from it is kept as ever"
         assert run(core, [*whole, *text(9, 30)]).n_cached == len(whole)
         assert not is_unverified(next(s.namespace for s in core.slots if s.n_fed > len(whole))), "now it was read here"
 

@@ -10,11 +10,14 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
+from everwarm.engine.cache.ram_budget import BelowRam
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Reason
 from everwarm.engine.request import Ask, Result
+from everwarm.engine.tiers import lower_tiers
 from everwarm.engine.tiers import tier_writer as writer_module
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import Job
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.prompt.prompt import Prompt
@@ -58,15 +61,15 @@ def cold(results: dict[int, Result]) -> list[int]:
 
 
 @contextmanager
-def held(tier_writer: TierWriter):
+def held(tiers: LowerTiers):
     """The disk's thread does nothing inside the block."""
     may_go_on = threading.Event()
-    tier_writer.after_all(may_go_on.wait)
+    tiers.after_all(may_go_on.wait)
     try:
         yield
     finally:
         may_go_on.set()
-        tier_writer.flush()
+        tiers.flush()
 
 
 @pytest.mark.parametrize("restarts", [True, False], ids=["restart", "stay"])
@@ -92,10 +95,10 @@ def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory
     monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
     with kept_core(tmp_path, arch, memory=memory, n_slots=N, n_ctx=8192, idle_cells=8192) as core:
         if not hands_over:  # the control
-            core.cache.ram_budget.leaving = lambda _nodes: None
+            monkeypatch.setattr(BelowRam, "save", lambda _self, _nodes: None)
         for i in range(N):
             finish(core, told(i), 6, stable=STABLE)
-        core.cache.tier_writer.flush()
+        core.cache.tiers.flush()
         assert not files(tmp_path), "all of it is in RAM, and nothing is written yet"
         core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes // 3
         core.cache.ram_budget.enforce()
@@ -112,8 +115,8 @@ def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory
 def test_what_waits_to_be_written_is_found(tmp_path, memory, arch, is_found, monkeypatch):
     """The disk does not answer: nothing is on it, and nothing is lost."""
     if not is_found:  # the control
-        monkeypatch.setattr(TierWriter, "find", lambda self, *asked: self.disk.find(*asked))
-    with kept_core(tmp_path, arch, memory=memory) as core, held(core.cache.tier_writer):
+        monkeypatch.setattr(LowerTiers, "find", lambda self, *asked: self.disk.find(*asked))
+    with kept_core(tmp_path, arch, memory=memory) as core, held(core.cache.tiers):
         tell_all(core)
         results = ask_all(core)
         assert not files(tmp_path)
@@ -135,10 +138,10 @@ def bits_beyond_ram(tmp_path, memory, arch: str, *, is_held: bool) -> tuple[Bits
     """The same of one that has left RAM, and which it is. ``is_held``: nothing of it was written."""
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core, ExitStack() as meanwhile:
         if is_held:
-            meanwhile.enter_context(held(core.cache.tier_writer))
+            meanwhile.enter_context(held(core.cache.tiers))
         tell_all(core)
         if not is_held:
-            core.cache.tier_writer.flush()
+            core.cache.tiers.flush()
         i = next(i for i in range(N) if core.cache.restorer.reach(Prompt.of_tokens(next_turn(i)), "") < STABLE)
         return bits_of_next_turn(core, i), i
 
@@ -197,7 +200,7 @@ def test_random_conversations_in_little_ram_are_found_as_soon_as_they_have_ended
                 if rng.random() < 0.3:
                     tidy(core)
             put_away(core)
-            assert core.cache.tier_writer.disk.counts.n_damaged == 0
+            assert core.cache.tiers.disk.counts.n_damaged == 0
         os.close(fd)
 
 
@@ -221,13 +224,13 @@ def test_a_parked_state_is_written_though_ram_has_no_room_for_any(tmp_path, arch
 def test_what_the_next_turn_needs_is_written_before_anything_else(tmp_path, memory):
     with kept_core(tmp_path, memory=memory, n_spares=4) as core:
         written: list[tuple[str, int]] = []
-        put = core.cache.tier_writer.disk.put
+        put = core.cache.tiers.disk.put
 
         def noting(header, parts):
             written.append((header.kind, header.n_items))
             return put(header, parts)
 
-        core.cache.tier_writer.disk.put = noting
+        core.cache.tiers.disk.put = noting
         finish(core, told(0), 6, stable=STABLE, boundaries=(100, 200))
         put_away(core)
         states = [n_items for kind, n_items in written if kind == "state"]
@@ -239,7 +242,7 @@ def test_of_each_turn_one_state_is_written_however_little_ram_there_is(tmp_path,
     with kept_core(tmp_path, arch, memory=memory, n_spares=4 if arch == "qwen35" else 0) as core:
         tell_all(core)
         put_away(core)
-        states = [kept.n_items for kept in core.cache.tier_writer.disk.objects() if kept.kind == "state"]
+        states = [kept.n_items for kept in core.cache.tiers.disk.objects() if kept.kind == "state"]
         assert states == [STABLE] * N
 
 
@@ -260,15 +263,15 @@ def test_what_a_dead_engine_left_in_ram_is_written_by_the_next(tmp_path, memory,
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_stop_waits_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(lower_tiers, "MAX_QUEUED", 0)
     if not waits:  # the control
-        monkeypatch.setattr(TierWriter, "catch_up", lambda _: False)
+        monkeypatch.setattr(LowerTiers, "catch_up", lambda _: False)
     with kept_core(tmp_path, memory=memory) as core:
-        with held(core.cache.tier_writer):
+        with held(core.cache.tiers):
             for i in range(3):
                 finish(core, told(i), 6, stable=STABLE)
             core.cache.tier_writer.tidy(core.slots)
-            assert core.cache.tier_writer.is_behind and not core.cache.tier_writer.tidy(core.slots)
+            assert core.cache.tiers.is_behind and not core.cache.tier_writer.tidy(core.slots)
             if not waits:
                 put_away_held(core)
         if waits:
@@ -279,27 +282,27 @@ def test_a_stop_waits_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeyp
 
 def put_away_held(core: Core) -> None:
     """All of ``put_away`` but the last wait."""
-    while core.tidy() or core.cache.tier_writer.catch_up():
+    while core.tidy() or core.cache.tiers.catch_up():
         pass
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_ram_waits_a_moment_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(lower_tiers, "MAX_QUEUED", 0)
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 10.0 if waits else 0.0)
     monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
     with kept_core(tmp_path, memory=memory, idle_cells=8192) as core:
         for i in range(2):
             finish(core, told(i), 6, stable=STABLE)
         may_go_on = threading.Event()
-        core.cache.tier_writer.after_all(may_go_on.wait)
+        core.cache.tiers.after_all(may_go_on.wait)
         core.cache.tier_writer.tidy(core.slots)
-        assert core.cache.tier_writer.is_behind
+        assert core.cache.tiers.is_behind
         if waits:
             threading.Timer(0.05, may_go_on.set).start()
         evict_all(core)
         may_go_on.set()
-        core.cache.tier_writer.flush()
+        core.cache.tiers.flush()
         assert len(cold(ask_all(core, 2))) == (0 if waits else 1)
 
 
@@ -334,7 +337,7 @@ def test_a_disk_without_room_takes_no_more_than_its_budget(tmp_path, memory):
         tell_all(core)
         results = ask_all(core)
         put_away(core)
-        assert core.cache.tier_writer.disk.n_bytes <= 1 << 20 and core.cache.tier_writer.disk.counts.n_evicted > 0
+        assert core.cache.tiers.disk.n_bytes <= 1 << 20 and core.cache.tiers.disk.counts.n_evicted > 0
     assert len(cold(results)) < N
 
 

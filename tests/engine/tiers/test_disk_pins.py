@@ -25,8 +25,8 @@ def node_at(core: Core, n_items: int) -> Node:
 
 
 def written(core: Core) -> list[int]:
-    assert core.cache.tier_writer.disk.is_on
-    return sorted(pin.n_items for pin in core.cache.tier_writer.disk.pins.all())
+    assert core.cache.tiers.disk.is_on
+    return sorted(pin.n_items for pin in core.cache.tiers.disk.pins.all())
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])

@@ -45,8 +45,8 @@ def test_a_loud_neighbour_takes_no_more_than_its_share_of_the_disk(tmp_path, sha
         for seed in range(10, 24):
             one_turn(core, seed, "loud")
         core.put_away()
-        assert core.cache.tier_writer.disk.is_on
-        assert core.cache.tier_writer.disk.n_bytes <= 4 * MIB
+        assert core.cache.tiers.disk.is_on
+        assert core.cache.tiers.disk.n_bytes <= 4 * MIB
     with open_core(store=store, namespace_share=share) as core:
         n_cached = run(core, NEXT, namespace="quiet").n_cached
     assert n_cached == (580 if share < 1 else 0), "with no shares the loud one must win, or this test could not fail"

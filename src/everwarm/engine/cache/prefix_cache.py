@@ -18,6 +18,7 @@ from everwarm.engine.cache.timed_pins import TimedPins
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.slots import Residents
 from everwarm.engine.tiers.loader import Loader
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.state.returns import Returns
@@ -42,6 +43,7 @@ class PrefixCache:
     ram_budget: RamBudget
     ram_writer: RamWriter
     offload: Offload | None  # None: nothing outlives this engine but what is on disk
+    tiers: LowerTiers
     tier_writer: TierWriter
     loader: Loader
 
@@ -61,5 +63,5 @@ class PrefixCache:
 
     def close(self) -> None:
         self.loader.close()
-        self.tier_writer.close()
+        self.tiers.close()
         self.ram.close()

@@ -31,12 +31,12 @@ log = logging.getLogger("everwarm.engine")
 
 class CacheCommands:
     def __init__(self, core: Core, send: Callable[[m.Message], None], number: Number) -> None:
-        self._writer = core.cache.tier_writer
+        self._tiers = core.cache.tiers
         self._ram_bytes = core.cache.ram_budget.n_bytes
         self._vocab = core.model.vocab
         self._send = send
         self._number = number
-        self._disk_view = DiskView(core.cache.tier_writer)
+        self._disk_view = DiskView(core.cache.tiers)
         self._aside = ThreadPoolExecutor(1, "everwarm-look")
 
     def handle(self, message: m.CacheQuestion, loop: Loop) -> None:
@@ -150,7 +150,7 @@ class CacheCommands:
             writer.keep_pinned(node)
         else:
             writer.drop_pin(node)
-        return writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
+        return self._tiers.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when it is gone from the disk, too; the answer names the namespace whose texts were forgotten."""
@@ -167,19 +167,19 @@ class CacheCommands:
                 self._pin(core, order)
 
         with self._reporting(order.id):
-            writer = self._writer
-            if writer.disk.is_on:
-                space = short_key(root_key(writer.fingerprint, namespace))
-                held = pinned_on_disk(writer.disk, space)
+            tiers = self._tiers
+            if tiers.disk.is_on:
+                space = short_key(root_key(tiers.fingerprint, namespace))
+                held = pinned_on_disk(tiers.disk, space)
                 self._require_quota(order, HeldPin(held.n_pins + 1, held.n_bytes + n_new_bytes))
             loop.post(go_on)
 
     def _pin_on_disk(self, order: m.CacheOrder, view: TreeSnapshot) -> None:
         """Pins or unpins what is only on disk; answers when that is durable."""
-        writer = self._writer
+        tiers = self._tiers
 
         def change() -> dict[str, Any]:
-            disk = writer.disk
+            disk = tiers.disk
             assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
@@ -193,28 +193,28 @@ class CacheCommands:
             if (kept := node.kept) is None:
                 raise _is_root()
             if order.action == "pin":
-                self._require_quota(order, pinned_on_disk(writer.disk, kept.space, pin_of(kept)))
-            writer.after_all(lambda: self._answer(order.id, change))
+                self._require_quota(order, pinned_on_disk(tiers.disk, kept.space, pin_of(kept)))
+            tiers.after_all(lambda: self._answer(order.id, change))
 
     def _drop_on_disk(self, order: m.CacheOrder, plan: DropPlan) -> None:
         """Looks up what is below the nodes here, and drops it on the disk's own thread."""
-        writer = self._writer
+        tiers = self._tiers
 
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
                 selections = [*(select() for select in plan.on_prompts), TheseStates(tuple(states))]
-            dropped = sum((writer.forget_now(what) for what in selections), plan.dropped)
+            dropped = sum((tiers.forget_now(what) for what in selections), plan.dropped)
             return _drop_answer(order, plan, dropped)
 
         with self._reporting(order.id):
-            writer.wait_open(OPEN_WAIT_S)
-            writer.require_disk()
+            tiers.wait_open(OPEN_WAIT_S)
+            tiers.require_disk()
             spaces = self._disk_view.spaces(plan.view, order.namespace)
             states = [] if order.node is None else self._disk_view.below(plan.view, plan.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:
                 raise _not_found(order.node)
-            writer.after_all(lambda: self._answer(order.id, forget))
+            tiers.after_all(lambda: self._answer(order.id, forget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ def _on_prompts(core: Core, node: Node) -> Callable[[], Selection]:
     """Selects every state that is on disk at or below a node. Called on another thread: the fingerprint may take long."""
     ends = [n for n in node.below() if not n.children]
     prompts = tuple(n.path.first(n.n_items) for n in ends)
-    return partial(core.cache.tier_writer.on_prompts, core.cache.tree.namespace(node), prompts, node.start)
+    return partial(core.cache.tiers.on_prompts, core.cache.tree.namespace(node), prompts, node.start)
 
 
 def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:

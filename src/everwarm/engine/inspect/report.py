@@ -13,7 +13,7 @@ from everwarm.state.null_tiers import NullDisk
 
 def version_of(core: Core) -> int:
     """Changes with everything in RAM or on disk."""
-    return core.cache.tree.census.version + core.cache.tier_writer.disk.version
+    return core.cache.tree.census.version + core.cache.tiers.disk.version
 
 
 def report(core: Core, what: Literal["slots", "counts", "cache"], namespace: str = "") -> object:
@@ -133,9 +133,9 @@ def summary(core: Core) -> dict[str, Any]:
 
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
-    disk = core.cache.tier_writer.disk
+    disk = core.cache.tiers.disk
     if isinstance(disk, NullDisk):
-        reason = core.cache.tier_writer.degraded
+        reason = core.cache.tiers.degraded
         return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
@@ -162,4 +162,4 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """How many usable checkpoints were evicted, by reason."""
-    return {**core.cache.checkpoint_stats.evictions, "disk_budget": core.cache.tier_writer.disk.counts.n_evicted}
+    return {**core.cache.checkpoint_stats.evictions, "disk_budget": core.cache.tiers.disk.counts.n_evicted}

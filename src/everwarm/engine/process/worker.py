@@ -34,7 +34,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
 from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.model import Progress
@@ -161,9 +161,9 @@ class Pulse:
         self._beat = partial(m.Beat, None, 0, 0)
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
-    def watch(self, loop: Loop, files: WatchedFiles, writer: TierWriter) -> None:
+    def watch(self, loop: Loop, files: WatchedFiles, tiers: LowerTiers) -> None:
         """Reports these from now on: parts that may be read from any thread."""
-        self._beat = partial(_look, loop, files, writer)
+        self._beat = partial(_look, loop, files, tiers)
 
     def _run(self) -> None:
         while True:
@@ -171,17 +171,17 @@ class Pulse:
             time.sleep(self._beat_s)
 
 
-def _look(loop: Loop, files: WatchedFiles, writer: TierWriter) -> m.Beat:
+def _look(loop: Loop, files: WatchedFiles, tiers: LowerTiers) -> m.Beat:
     """Also looks whether a file has changed: the engine may be idle."""
     if files.look():
         loop.post(Core.require_same_model)
     status = loop.status
-    reason = writer.degraded
+    reason = tiers.degraded
     return m.Beat(
         step_age_s=loop.step_age_s(),
         n_running=status.n_running,
         n_queued=status.n_queued,
-        version=status.tree_version + writer.disk.version,
+        version=status.tree_version + tiers.disk.version,
         degraded={} if reason is None else {"disk": reason},
         backlog=status.backlog,
     )
@@ -269,7 +269,7 @@ def _call_test_hook(core: Core) -> None:
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     handler = RequestHandler(core, wire.send)
     loop = Loop(core, handler.deliver)
-    pulse.watch(loop, core.files, core.cache.tier_writer)
+    pulse.watch(loop, core.files, core.cache.tiers)
     threading.Thread(target=_read_all, args=(wire, loop, handler), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()

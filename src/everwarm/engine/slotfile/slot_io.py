@@ -360,5 +360,5 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         node = parent
     core.cache.returns.forget_pruned()
     core.cache.tree.forgotten.clear(namespace)
-    core.cache.tier_writer.forget(content, namespace, beyond=node.n_items)
+    core.cache.tiers.forget(content, namespace, beyond=node.n_items)
     return n

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,10 @@ from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.speed import Speed
+from everwarm.engine.tiers.disk_pins import pin_again
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import object_size
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -119,7 +121,7 @@ def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
 class Loader:
     def __init__(
         self,
-        tier_writer: TierWriter,
+        tiers: LowerTiers,
         context: Context,
         tree: Tree,
         checkpointer: Checkpointer,
@@ -127,9 +129,11 @@ class Loader:
         speed: Speed,
         policy: RestorePolicy,
         most_joined: int,
+        stores: Callable[[Node], bool],
     ) -> None:
-        """``most_joined``: tokens of a segment that is made of several."""
-        self._tier_writer = tier_writer
+        """``most_joined``: tokens of a segment that is made of several. ``stores``: whether the disk has a node's state."""
+        self._tiers = tiers
+        self._stores = stores
         self._context = context
         self._tree = tree
         self._checkpointer = checkpointer
@@ -146,7 +150,7 @@ class Loader:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to load from now."""
-        return self._tier_writer.is_on
+        return self._tiers.is_on
 
     def close(self) -> None:
         self._fetchers.shutdown()
@@ -174,7 +178,7 @@ class Loader:
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
             request = replace(request, n_kv=n_have, exact=True, kept=kept)
-        are_many = self._tier_writer.disk.n_lengths() > MAX_LENGTHS_HERE
+        are_many = self._tiers.disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(request)
         if isinstance(found, Brought) and not self._may_remote_help(request, found):
             return found
@@ -192,18 +196,18 @@ class Loader:
         """Whether the remote store can be faster than prefilling what is not cached here."""
         n_new = len(request.prompt) - 1 - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
-        return n_new > GUARD and self._tier_writer.remote.answers_within(read_s)
+        return n_new > GUARD and self._tiers.remote.answers_within(read_s)
 
     def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth loading; else why there is none."""
-        disk = self._tier_writer.disk
+        disk = self._tiers.disk
         if not disk.is_on:
             return Brought()
-        root = root_key(self._tier_writer.fingerprint, request.namespace)
-        kept = self._tier_writer.find(root, request.prompt, len(request.prompt) - 1)
+        root = root_key(self._tiers.fingerprint, request.namespace)
+        kept = self._tiers.find(root, request.prompt, len(request.prompt) - 1)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
-            foreign = self._tier_writer.foreign_prompts
+            foreign = self._tiers.foreign_prompts
             return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
@@ -231,7 +235,8 @@ class Loader:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._tier_writer.renew_pins(fetch.namespace, fetch.prompt, loaded.n_items)
+        tiers = self._tiers
+        pin_again(tree, self._ram, tiers.disk, tiers.fingerprint, fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
@@ -243,12 +248,12 @@ class Loader:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        self._tier_writer.after_all(partial(self._tier_writer.disk.touch, loaded.names))
+        self._tiers.after_all(partial(self._tiers.disk.touch, loaded.names))
         self.n_brought += 1
 
     def load_s(self, node: Node, n_bytes: int) -> float | None:
         """Seconds to load what RAM would lose with a node; None: the disk does not have it."""
-        return n_bytes / self._read_rate if self._tier_writer.stores(node) else None
+        return n_bytes / self._read_rate if self._stores(node) else None
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
         load_s = n_bytes / rate
@@ -262,9 +267,9 @@ class Loader:
 
     def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """Loads from the remote store if it has more than the disk, else from the disk."""
-        remote = self._tier_writer.remote
-        disk = self._tier_writer.disk
-        root = root_key(self._tier_writer.fingerprint, request.namespace)
+        remote = self._tiers.remote
+        disk = self._tiers.disk
+        root = root_key(self._tiers.fingerprint, request.namespace)
         pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
         if pointer is None:
             return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
@@ -294,7 +299,7 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._tier_writer, kept.name, kept.n_items, request)
+        return self._load(self._tiers, kept.name, kept.n_items, request)
 
     def _load(self, store: ObjectSource, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
@@ -362,7 +367,7 @@ class Loader:
         head = reader.header
         stored = self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
-        if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
+        if len(stored) != head.n_items - start or head.fingerprint != self._tiers.fingerprint:
             raise Damaged("it is not what the index says")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")

@@ -70,14 +70,17 @@ class Kv:
 
 
 class Packing:
-    def __init__(self, context: Context, tree: Tree, words: Callable[[Prompt], str]) -> None:
+    def __init__(
+        self, context: Context, tree: Tree, words: Callable[[Prompt], str], fingerprint: Callable[[], str]
+    ) -> None:
+        """``fingerprint``: asked when something is packed; until then it may be unknown."""
         self._context = context
         self._tree = tree
         self._words = words
-        self.fingerprint = ""
+        self._fingerprint = fingerprint
 
     def root(self, node: Node) -> str:
-        return root_key(self.fingerprint, self._tree.namespace(node))
+        return root_key(self._fingerprint(), self._tree.namespace(node))
 
     def state_name(self, node: Node, n_items: int | None = None) -> str:
         """The name of the object that completes this point, or one above it after ``n_items``."""
@@ -135,7 +138,7 @@ class Packing:
         named = keys(root, path, (n_start, n_stop))
         header = ObjectHeader(
             kind="kv",
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint(),
             start=named[n_start],
             key=named[n_stop],
             n_start=n_start,
@@ -161,7 +164,7 @@ class Packing:
         key = keys(root, node.path, (n,))[n]
         header = ObjectHeader(
             kind="state",
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint(),
             start=key,
             key=key,
             n_start=n,

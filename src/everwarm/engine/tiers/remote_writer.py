@@ -6,49 +6,35 @@ can prefill everything else from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from everwarm.config import read_key
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
-from everwarm.engine.settings import RemoteSettings
 from everwarm.engine.speed import Speed
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import Job, Packing
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import keys
-from everwarm.state.null_tiers import NullRemote, SharedTier
 from everwarm.state.remote.pointer import MAC_BYTES, Need, Parcel, Pointer, grid_points, names_at
 from everwarm.state.store.object import ObjectHeader, ObjectPart, file_size
 from everwarm.state.tree import Node
-from everwarm.types import Blob
 
 
 class RemoteWriter:
-    def __init__(self, packing: Packing, kind: MemoryKind, speed: Speed) -> None:
+    def __init__(self, tiers: LowerTiers, packing: Packing, kind: MemoryKind, speed: Speed, *, is_always: bool) -> None:
+        """``is_always``: also points that others prefill as fast as they fetch them."""
+        self._tiers = tiers
         self._packing = packing
         self._kind = kind
         self._speed = speed
-        self._is_always = False
-        self.remote: SharedTier = NullRemote()
-
-    def open(self, settings: RemoteSettings, is_sound: Callable[[Blob], bool]) -> None:
-        """``is_sound`` says whether a part of an object may leave this process."""
-        from everwarm.state.remote.bucket import Bucket  # loads asyncio, which only a remote store needs
-        from everwarm.state.remote.remote_tier import RemoteTier
-
-        self._is_always = settings.restore_policy == "always"
-        key = b"" if settings.key_file is None else read_key(settings.key_file)
-        bucket = Bucket(settings.url, settings.endpoint)
-        self.remote = RemoteTier(bucket, key, self._packing.fingerprint, is_sound, settings.wait_s)
+        self._is_always = is_always
 
     def offer(self, node: Node, *, is_hinted: bool) -> None:
         """Offers the point that the next turn will continue from, after a turn has ended. ``is_hinted``: at one of its
         own boundaries."""
-        if not self.remote.is_on:
+        if not self._tiers.remote.is_on:
             return
         for point in self._points(node):
             parcel = self._parcel(point, is_hinted=is_hinted or point is not node)
             if parcel is not None:
-                self.remote.offer(parcel)
+                self._tiers.remote.offer(parcel)
 
     def _points(self, node: Node) -> list[Node]:
         found = (*shared_points(self._kind, node), node)
@@ -61,12 +47,12 @@ class RemoteWriter:
         n = node.n_items
         cells = {} if is_hinted else grid_points(n)
         named = keys(root, node.path, {n, *cells.values()})
-        if self.remote.has(Pointer(named[n], n, 1).name):
+        if self._tiers.remote.has(Pointer(named[n], n, 1).name):
             return None
         segments = self._packing.segments(node)
         if segments is None:
             return None
-        kv = self._packing.kv(root, segments, self.remote.has)
+        kv = self._packing.kv(root, segments, self._tiers.remote.has)
         if kv is None:
             return None
         state = self._packing.state_job(root, node, kv)
