@@ -1,4 +1,5 @@
-"""What the engine shows of itself in numbers: its slots, its counts, and what is kept. Reads only, on the loop's thread."""
+"""What the engine shows of itself in numbers: its slots, its counts, what is kept, and what a prompt would cost. Reads
+only, on the loop's thread."""
 
 from __future__ import annotations
 
@@ -6,9 +7,19 @@ import dataclasses
 from typing import Any, Literal
 
 from everwarm.engine.core import Core
+from everwarm.engine.process.messages import PromptCost
 from everwarm.engine.request import Request
 from everwarm.engine.slots import Slot
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.null_tiers import NullDisk
+
+
+def prompt_cost(core: Core, prompt: Prompt, namespace: str) -> PromptCost:
+    """What a prompt would cost now. What is only on disk or in the remote store counts as to be read."""
+    n_prompt = prompt.n_tokens(len(prompt))
+    n_cached = prompt.n_tokens(min(core.cache.restorer.known(prompt, namespace), len(prompt)))
+    read_s = (n_prompt - n_cached) * core.speed.seconds_per_token
+    return PromptCost(n_prompt, n_cached, read_s, n_prompt < core.context.n_ctx)
 
 
 def version_of(core: Core) -> int:

@@ -23,8 +23,7 @@ from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.prompt_cost import prompt_cost
-from everwarm.engine.inspect.report import report
+from everwarm.engine.inspect.report import prompt_cost, report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.preparation import Preparing

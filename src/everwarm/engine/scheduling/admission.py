@@ -168,7 +168,9 @@ class Admission:
         n_to_read, at = self._estimates.get(request.id, (0, float("-inf")))
         if now - at > ESTIMATE_S:
             prompt = request.items(request.n_items)
-            n_to_read = request.n_prompt - (self._known(request, prompt) if request.ask.use_cache else 0)
+            n_to_read = request.n_prompt - (
+                self._restorer.known(prompt, request.ask.namespace) if request.ask.use_cache else 0
+            )
             self._estimates[request.id] = n_to_read, now
         return n_to_read
 
@@ -254,18 +256,10 @@ class Admission:
             if reader is None or slot.n_fed >= reader.n_prompt or slot.node.root() is not root:
                 continue
             n_common = int(prompt.common_prefix(reader.items(reader.n_prompt)))
-            if n_common - slot.n_fed > GUARD and n_common - self._known(request, prompt) > GUARD:
+            if n_common - slot.n_fed > GUARD and n_common - self._restorer.known(prompt, request.ask.namespace) > GUARD:
                 self._cut_at(slot, min(n_common, len(prompt) - 1))  # the last item is always read
                 return True
         return False
-
-    def _known(self, request: Request, prompt: Prompt) -> int:
-        match = self._restorer.match(
-            prompt, request.ask.namespace, self._restorer.sources(prompt, request.ask.namespace)
-        )
-        if not self._context.kind.needs_checkpoints:
-            return match.n_kv
-        return match.usable[0].n_items if match.usable else 0
 
     def _cut_at(self, slot: Slot, at: int) -> None:
         reader = slot.request
