@@ -113,8 +113,9 @@ class CacheCommands:
 
     def hold(self, core: Core, question: m.HoldPrompt, prompt: Prompt, loop: Loop) -> None:
         """Pins the deepest point of a prompt that a request could continue from, for a while."""
+        restorer = core.cache.restorer
         namespace = question.submit.namespace
-        match = core.cache.restorer.match(prompt, namespace, core.cache.restorer.sources(prompt, namespace))
+        match = restorer.match(prompt, namespace, restorer.sources(prompt, namespace))
         usable = match.usable
         if not core.context.kind.needs_checkpoints:
             usable = tuple(node for node in match.path if 0 < node.n_items <= match.n_kv)[-1:]
@@ -133,18 +134,19 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when the pin is durable."""
+        cache = core.cache
         node = _find(core, order)
-        writer = core.cache.tier_writer
+        writer = cache.tier_writer
         if node.parent is None:
             raise _is_root()
         if order.ttl_s is not None:
-            core.cache.timed_pins.hold(node, time.monotonic() + order.ttl_s)
+            cache.timed_pins.hold(node, time.monotonic() + order.ttl_s)
             return self._send(m.Answer(order.id, {"id": node.id, "pinned": True, "bytes": _weight(node)}))
-        core.cache.timed_pins.release(node)
+        cache.timed_pins.release(node)
         if order.action == "pin":
-            core.cache.ram.pin(node)
+            cache.ram.pin(node)
         else:
-            core.cache.ram.unpin(node)
+            cache.ram.unpin(node)
         answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
         if order.action == "pin":
             writer.keep_pinned(node)
@@ -230,27 +232,29 @@ class DropPlan:
 
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     """Drops nodes from RAM, and the texts that could quote them: these are forgotten in the whole namespace."""
+    cache = core.cache
     is_in_ram = order.node is not None and order.node >= 0
-    namespace = core.cache.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
+    namespace = cache.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     core.forget_ahead(namespace)
-    view = view_of(core.cache.tree)
+    view = view_of(cache.tree)
     if order.node is not None and order.node < 0:
-        core.cache.dropper.forget_words(namespace)
+        cache.dropper.forget_words(namespace)
         return DropPlan(namespace, view, [order.node], [], Dropped())
-    roots = [root for name, root in core.cache.tree.namespaces().items() if name.startswith(order.namespace)]
+    roots = [root for name, root in cache.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
     on_prompts = [_on_prompts(core, node) for node in nodes]
-    dropped = sum((core.cache.dropper.drop(node) for node in nodes), Dropped())
-    core.cache.dropper.forget_words(namespace)
+    dropped = sum((cache.dropper.drop(node) for node in nodes), Dropped())
+    cache.dropper.forget_words(namespace)
     return DropPlan(namespace, view, ids, on_prompts, dropped)
 
 
 def _on_prompts(core: Core, node: Node) -> Callable[[], Selection]:
     """Selects every state that is on disk at or below a node. Called on another thread: the fingerprint may take long."""
+    cache = core.cache
     ends = [n for n in node.below() if not n.children]
     prompts = tuple(n.path.first(n.n_items) for n in ends)
-    return partial(core.cache.tiers.on_prompts, core.cache.tree.namespace(node), prompts, node.start)
+    return partial(cache.tiers.on_prompts, cache.tree.namespace(node), prompts, node.start)
 
 
 def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:
@@ -268,8 +272,9 @@ def _is_root() -> BadRequest:
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
     """``NotFound`` also for a node of another namespace, so that its existence is not revealed."""
-    node = None if order.node is None else core.cache.tree.census.by_id.get(order.node)
-    if node is None or not core.cache.tree.namespace(node).startswith(order.namespace):
+    tree = core.cache.tree
+    node = None if order.node is None else tree.census.by_id.get(order.node)
+    if node is None or not tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
     return node
 

@@ -72,22 +72,21 @@ class _Snapshot:
 
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     """``TreeChanged``: the starting node is not in the tree any more."""
-    census = core.cache.tree.census
+    tree = core.cache.tree
+    census = tree.census
     moment = _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
-    is_hidden = first is not None and not core.cache.tree.namespace(first).startswith(question.namespace)
+    is_hidden = first is not None and not tree.namespace(first).startswith(question.namespace)
     if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
-    shown = {
-        name: root for name, root in core.cache.tree.namespaces().items() if root.children or root.id in moment.running
-    }
-    view = view_of(core.cache.tree, shown)
-    n_total = len(census.by_id) - (len(core.cache.tree.roots()) - len(shown))
+    shown = {name: root for name, root in tree.namespaces().items() if root.children or root.id in moment.running}
+    view = view_of(tree, shown)
+    n_total = len(census.by_id) - (len(tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
-    name = "" if first is None else core.cache.tree.namespace(first)
+    name = "" if first is None else tree.namespace(first)
     rows = []
     for node in nodes:
         name = view.names.get(node.id, name)

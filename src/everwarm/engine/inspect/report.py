@@ -79,17 +79,18 @@ def _n_read(slot: Slot, request: Request) -> int:
 
 
 def counts(core: Core) -> dict[str, Any]:
+    cache = core.cache
     return {
         **dataclasses.asdict(core.counts),
-        **dataclasses.asdict(core.cache.checkpoint_stats),
+        **dataclasses.asdict(cache.checkpoint_stats),
         "evictions": evictions(core),
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-        "ram_bytes": core.cache.tree.ram_bytes,
-        "ram_n_states": core.cache.tree.census.n_states,
-        "ram_n_segments": core.cache.tree.census.n_segments,
-        "ram_budget_bytes": core.cache.ram_budget.n_bytes,
-        "n_parked": len(core.cache.residents.spares.parked()),
-        "n_spares": len(core.cache.residents.spares),
+        "ram_bytes": cache.tree.ram_bytes,
+        "ram_n_states": cache.tree.census.n_states,
+        "ram_n_segments": cache.tree.census.n_segments,
+        "ram_budget_bytes": cache.ram_budget.n_bytes,
+        "n_parked": len(cache.residents.spares.parked()),
+        "n_spares": len(cache.residents.spares),
         "n_cells_used": core.context.cells.used,
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
@@ -98,19 +99,20 @@ def counts(core: Core) -> dict[str, Any]:
         "n_queued": len(core.queue),
         **dataclasses.asdict(core.speculator.counts),
         "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
-        **core.cache.ram.stats(),
-        **core.cache.tier_writer.stats(),
-        "disk_n_brought": core.cache.loader.n_brought,
+        **cache.ram.stats(),
+        **cache.tier_writer.stats(),
+        "disk_n_brought": cache.loader.n_brought,
     }
 
 
 def summary(core: Core) -> dict[str, Any]:
-    census = core.cache.tree.census
-    stats = core.cache.checkpoint_stats
-    n_parked = len(core.cache.residents.spares.parked())
+    cache = core.cache
+    census = cache.tree.census
+    stats = cache.checkpoint_stats
+    n_parked = len(cache.residents.spares.parked())
     ram = {
-        "bytes": core.cache.tree.ram_bytes,
-        "budget_bytes": core.cache.ram_budget.n_bytes,
+        "bytes": cache.tree.ram_bytes,
+        "budget_bytes": cache.ram_budget.n_bytes,
         "n_states": census.n_states,
         "n_segments": census.n_segments,
     }
