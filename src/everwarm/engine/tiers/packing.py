@@ -1,4 +1,5 @@
-"""Turns a point of the tree into objects: the state there, and the KV that leads to it. Knows no tier."""
+"""Turns a point of the tree into objects: the state there, and the KV that leads to it; or into a parcel with a pointer,
+as the remote store keeps them. Knows no tier."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import history_over, keys, root_key, short_key
+from everwarm.state.remote.pointer import MAC_BYTES, Need, Parcel, Pointer, grid_points, names_at
 from everwarm.state.store.object import (
     Damaged,
     KvCut,
@@ -182,6 +184,25 @@ class Packing:
         if checkpoint is not None and checkpoint.state is not None:
             parts["state"] = checkpoint.state
         return Job(header, parts)
+
+    def parcel(self, node: Node, is_kept: Callable[[str], bool], *, is_hinted: bool) -> Parcel | None:
+        """A point for other servers, with the names that they look for. ``is_hinted``: it lies at a boundary that they
+        know; else its names are those of a grid. None: it is kept already, or not all of it is here."""
+        root = self.root(node)
+        n = node.n_items
+        cells = {} if is_hinted else grid_points(n)
+        named = keys(root, node.path, {n, *cells.values()})
+        if is_kept(Pointer(named[n], n, 1).name):
+            return None
+        segments = self.segments(node)
+        kv = None if segments is None else self.kv(root, segments, is_kept)
+        if kv is None:
+            return None
+        state = self.state_job(root, node, kv)
+        needs = [Need(use.piece.name, use.piece.size + MAC_BYTES, use.reach) for use in kv.uses]
+        pointer = Pointer(named[n], n, file_size(state.header, state.parts) + MAC_BYTES, tuple(needs))
+        names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
+        return Parcel(tuple((job.header, job.parts) for job in (*kv.jobs, state)), pointer, tuple(names))
 
 
 def _bytes(path: Prompt, start: int, stop: int) -> Blob:

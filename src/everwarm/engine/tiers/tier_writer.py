@@ -21,7 +21,6 @@ from everwarm.engine.tiers.disk_pins import PinJob, pin_again, pin_job, pinned_b
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import Packing
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.remote_writer import RemoteWriter
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.null_tiers import DiskTier, NullDisk
@@ -77,8 +76,8 @@ class TierWriter:
         self._speed = speed
         self._returns = returns
         self._writes_all = writes_all
+        self._shares_all = shares_all
         self._packing = Packing(context, tree, words, lambda: tiers.fingerprint)
-        self._remote_writer = RemoteWriter(tiers, self._packing, context.kind, speed, is_always=shares_all)
         self._names: OrderedDict[int, str] = OrderedDict()  # of objects, by the ids of the nodes whose states they are
         self._due: dict[int, FinishedTurn] = {}  # not handed to the thread yet, by the id of their end, oldest first
         self._wait_again_at = 0.0  # for a disk that is behind
@@ -252,8 +251,21 @@ class TierWriter:
                 name = self._keep(node)
                 for point in shared:
                     self._keep(point)
-            self._remote_writer.offer(node, is_hinted=is_hinted)
+            self._share(node, is_hinted=is_hinted)
         return name
+
+    def _share(self, node: Node, *, is_hinted: bool) -> None:
+        """Offers the remote store what other servers can use: the point that the next turn continues from, and the shared
+        points above it. They can prefill everything else from there."""
+        remote = self._tiers.remote
+        if not remote.is_on:
+            return
+        seconds_per_token = self._speed.seconds_per_token
+        for point in (*shared_points(self._context.kind, node), node):
+            if is_worth_it(point, seconds_per_token, is_always=self._shares_all):
+                parcel = self._packing.parcel(point, remote.has, is_hinted=is_hinted or point is not node)
+                if parcel is not None:
+                    remote.offer(parcel)
 
     def _is_worth_it(self, node: Node) -> bool:
         return is_worth_it(node, self._speed.seconds_per_token, is_always=self._writes_all)
