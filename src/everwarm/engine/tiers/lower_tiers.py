@@ -123,8 +123,8 @@ class LowerTiers:
         is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
         return self.is_opening or self.is_behind or not is_well
 
-    def has_healed(self) -> bool:
-        """Whether the disk tier has come back since this was last asked: what was offered before may not be there."""
+    def take_healed(self) -> bool:
+        """True once after the disk tier has come back: what was offered before may not be there."""
         if not self._has_healed.is_set():
             return False
         self._has_healed.clear()

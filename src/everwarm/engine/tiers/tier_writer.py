@@ -110,7 +110,7 @@ class TierWriter:
 
     def _offer_again(self, slots: Sequence[Slot]) -> None:
         """After the disk tier has healed: what was offered while it was degraded may not have been written."""
-        if self._tiers.has_healed():
+        if self._tiers.take_healed():
             for slot in slots:
                 slot.archive_again()
 
