@@ -303,7 +303,7 @@ def after_restart(n_first: int = 64) -> None:
 @contextmanager
 def _drafting(settings: EngineSettings) -> Iterator[Engine]:
     with Engine(EMBEDDED, settings) as engine:
-        engine.call(lambda core: core.tier_writer.wait_open(60.0))
+        engine.call(lambda core: core.cache.tiers.wait_open(60.0))
         engine.call(lambda core: setattr(core.speculator, "pacing", AlwaysThree()))
         yield engine
         engine.call(lambda core: core.put_away())

@@ -58,17 +58,17 @@ def run() -> None:
 
 def _core() -> Core:
     core = assemble(EMBEDDED, EngineSettings(n_slots=1, n_ctx=4096, n_threads=1, n_spares=0, ram_bytes=512 << 20))
-    rng, root = np.random.default_rng(0), core.tree.root("ab" * 16)
+    rng, root = np.random.default_rng(0), core.cache.tree.root("ab" * 16)
     shared = rng.integers(12, 2000, EVERY)
-    while len(core.tree.census.by_id) < N_NODES:
+    while len(core.cache.tree.census.by_id) < N_NODES:
         prompt = Prompt.of_tokens(np.concatenate([shared, rng.integers(12, 2000, (N_CUTS - 1) * EVERY)]))
         node = root
         for at in range(EVERY, len(prompt) + 1, EVERY):
-            node = core.tree.grow(node, prompt, at)
+            node = core.cache.tree.grow(node, prompt, at)
             if node.checkpoint is None and node.parent is not None:
                 state, kv = np.zeros(8, np.uint8), np.zeros(8, np.uint8)
-                core.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), state=state))
-                core.tree.set_segment(node, Segment(kv, node.parent.mark, node.mark, True))
+                core.cache.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), state=state))
+                core.cache.tree.set_segment(node, Segment(kv, node.parent.mark, node.mark, True))
     collect_rarely()  # as the engine's process does
     return core
 
@@ -80,7 +80,7 @@ def _show_pages(core: Core) -> None:
         began = time.perf_counter()
         page = turn_page(core, m.AskTree(1, 1000, after, words_of=""), int)
         turned = time.perf_counter()
-        seen = finish_page(page, DiskView(core.tier_writer), core.model.vocab)
+        seen = finish_page(page, DiskView(core.cache.tiers), core.model.vocab)
         aside.append(time.perf_counter() - turned)
         on_loop.append(turned - began)
         assert len(seen.nodes) == len(page.rows)
@@ -92,7 +92,7 @@ def _show_pages(core: Core) -> None:
         ("its words, on another", f"{1e3 * statistics.median(aside):.2f} ms"),
         ("GET /cache, on the loop's thread", f"{1e3 * median_s(lambda: summary(core), 15):.3f} ms"),
     ]
-    table(f"Looking into a tree of {len(core.tree.census.by_id):,} nodes", ("", "time"), rows)
+    table(f"Looking into a tree of {len(core.cache.tree.census.by_id):,} nodes", ("", "time"), rows)
 
 
 def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_of: Core | None) -> float:
@@ -102,7 +102,7 @@ def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_o
     ask = Ask(Prompt.of_tokens([20] * 64), GREEDY, N_REPLY, ignore_eos=True, use_cache=False)
     loop.post(lambda core: core.submit(ask) and None)
     page_turned = threading.Event()
-    disk = None if pages_of is None else DiskView(pages_of.tier_writer)
+    disk = None if pages_of is None else DiskView(pages_of.cache.tiers)
     while not done.wait(PAGE_EVERY_S):
         if disk is None:
             continue

@@ -81,10 +81,10 @@ def _restore(where: Path, model: Path) -> None:
 
 
 def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: float) -> None:
-    writer, loader = engine.core.tier_writer, engine.core.loader
-    assert writer.remote.is_on
-    remote, bucket = writer.remote, Bucket(url)
-    post = remote.find(root_key(writer.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
+    tiers, loader = engine.core.cache.tiers, engine.core.cache.loader
+    assert tiers.remote.is_on
+    remote, bucket = tiers.remote, Bucket(url)
+    post = remote.find(root_key(tiers.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
     assert post is not None
     names = [f"{remote._folder}/{name}" for name in (post.name, *(need.name for need in post.needs))]
     wish, size = LoadRequest(prompt, "", (len(prompt) - 4,), 0, 0, 0), post.n_bytes(0)

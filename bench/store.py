@@ -76,11 +76,11 @@ def _turns(engine: Engine, peer: Peer) -> None:
     tokens, ours, theirs, allowed = _tokens(0, 1000), [], [], []
     shape = engine.core.sizes.shape
     for turn in range(N_TURNS):
-        assert engine.core.tier_writer.disk.is_on
-        before = engine.core.tier_writer.disk.counts.n_bytes_written
+        assert engine.core.cache.tiers.disk.is_on
+        before = engine.core.cache.tiers.disk.counts.n_bytes_written
         _read(engine, tokens, N_REPLY)
         engine.call(lambda core: core.put_away())
-        ours.append(engine.core.tier_writer.disk.counts.n_bytes_written - before)
+        ours.append(engine.core.cache.tiers.disk.counts.n_bytes_written - before)
         allowed.append((N_TURN if turn else len(tokens)) * shape.kv_bytes_per_token + shape.state_bytes)
         peer.complete(tokens, N_REPLY, ignore_eos=True)
         theirs.append(peer.post("/slots/0?action=save", {"filename": "turns.bin"})["n_written"])
@@ -138,11 +138,11 @@ def _from_disk(where: Path) -> None:
 
 
 def _measure_reads(engine: Engine, prompt: Prompt) -> None:
-    writer, loader = engine.core.tier_writer, engine.core.loader
-    assert writer.disk.is_on
-    kept = writer.disk.find(root_key(writer.fingerprint, ""), prompt, len(prompt) - 1)
+    tiers, loader = engine.core.cache.tiers, engine.core.cache.loader
+    assert tiers.disk.is_on
+    kept = tiers.disk.find(root_key(tiers.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
-    paths = [writer.disk.directory / name for name in (kept.name, *kept.needs)]
+    paths = [tiers.disk.directory / name for name in (kept.name, *kept.needs)]
     size, wish = sum(path.stat().st_size for path in paths), LoadRequest(prompt, "", (), 0, 0, 0)
     rows = []
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):

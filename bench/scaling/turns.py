@@ -54,10 +54,10 @@ def _talk(core: Core, n_turns: int) -> Prompt:
 
 def _bring_s(core: Core, prompt: Prompt) -> float:
     def bring() -> None:
-        match = core.restorer.match(prompt, "", ())
-        core.restorer.bring(core.slots[0], Goal(prompt, ""), match, ())
+        match = core.cache.restorer.match(prompt, "", ())
+        core.cache.restorer.bring(core.slots[0], Goal(prompt, ""), match, ())
 
-    seconds = least_cpu_s(bring, REPEATS, core.room.clear)
+    seconds = least_cpu_s(bring, REPEATS, core.cache.room.clear)
     assert core.context.end(core.slots[0].seq) > START, "nothing came back"
     assert len(prompt) - core.slots[0].n_fed < N_TURN, "not all of it came back"
     return seconds

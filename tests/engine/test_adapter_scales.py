@@ -36,7 +36,7 @@ def first_row(core: Core, **more: object) -> np.ndarray:
     rows: list[np.ndarray] = []
     while core.has_work:
         core.step()
-        rows += [end.logits.copy() for end in core.ends]
+        rows += [end.logits.copy() for end in core.keeper.ends]
         core.keep_ends()
         check(core)
     assert request.n_reply == 1
@@ -80,7 +80,7 @@ def test_what_is_read_with_other_scales_is_never_written(lora: str, tmp_path: Pa
     with opened(lora, 1.0, store=StoreSettings(str(tmp_path))) as core:
         run(core, PROMPT, N, lora=(0.5,), namespace="n")
         tidy(core)
-        assert core.tree.root(adapted("n", (0.5,))).is_volatile
+        assert core.cache.tree.root(adapted("n", (0.5,))).is_volatile
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and "objects" in path.parts]
         run(core, PROMPT, N, namespace="n")
         tidy(core)

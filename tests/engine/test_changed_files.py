@@ -140,7 +140,11 @@ def test_overwritten_and_put_back_within_a_step_only_that_step_is_done_again(tmp
         with during_step(core, 3, there_and_back):
             found = run(core, PROMPT, max_tokens=16, use_cache=False)
         check(core)
-        assert found.tokens == right and core.counts.n_decode_failures == 1 and core.checkpoint_stats.n_quarantined == 0
+        assert (
+            found.tokens == right
+            and core.counts.n_decode_failures == 1
+            and core.cache.checkpoint_stats.n_quarantined == 0
+        )
         put_away(core)
         assert objects(tmp_path), "and from then on everything is kept again"
 
@@ -161,7 +165,9 @@ def test_only_touched_neither_disk_nor_ram_is_lost(tmp_path: Path, live: Path, h
             assert objects(tmp_path)
         with kept_core(tmp_path, path=live, memory=memory) as core:
             found = run(core, [*PROMPT, *NEXT], max_tokens=16)
-            assert (core.ram.n_adopted > 0, found.n_cached > 0) == ((True, True) if how == "touch" else (False, False))
+            assert (core.cache.ram.n_adopted > 0, found.n_cached > 0) == (
+                (True, True) if how == "touch" else (False, False)
+            )
         assert found.tokens == cold(OLD if how == "touch" else NEW, [*PROMPT, *NEXT])
     finally:
         os.close(memory)
@@ -176,7 +182,7 @@ def test_ram_that_outlives_the_engine_is_of_the_weights_that_are_there(tmp_path:
                 found = run(core, [*PROMPT, *NEXT], max_tokens=16)
                 assert found.n_cached == 0 and found.tokens == cold(spec, [*PROMPT, *NEXT])
                 core.put_away()
-                assert core.ram.stats()["ram_n_waiting"] == 0 and core.ram.arena.n_used > 0
+                assert core.cache.ram.stats()["ram_n_waiting"] == 0 and core.cache.ram.arena.n_used > 0
     finally:
         os.close(memory)
 
@@ -189,8 +195,10 @@ def test_nothing_is_left_in_ram_by_an_engine_whose_file_was_overwritten(live: Pa
             overwrite(live, NEW)
             run(core, PROMPT)
             core.put_away()
-            assert not any(core.ram.arena.is_kept(n.segment.blob) for n in core.tree.nodes() if n.segment is not None)
-            assert any(node.segment is not None for node in core.tree.nodes()), "this test could not fail"
+            assert not any(
+                core.cache.ram.arena.is_kept(n.segment.blob) for n in core.cache.tree.nodes() if n.segment is not None
+            )
+            assert any(node.segment is not None for node in core.cache.tree.nodes()), "this test could not fail"
     finally:
         os.close(memory)
 
@@ -201,11 +209,11 @@ def test_nothing_is_shared_by_an_engine_whose_file_was_overwritten(live: Path, b
         overwrite(live, NEW)
         run(core, PROMPT)
         core.put_away()
-        assert core.tier_writer.remote.counts.n_bytes_written == 0
+        assert core.cache.tiers.remote.counts.n_bytes_written == 0
     with sharing(url, path=live) as core:
         run(core, PROMPT, stable=300)
         core.put_away()
-        assert core.tier_writer.remote.counts.n_bytes_written > 0, "this test could not fail"
+        assert core.cache.tiers.remote.counts.n_bytes_written > 0, "this test could not fail"
 
 
 def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: Path, live: Path) -> None:

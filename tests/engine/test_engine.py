@@ -208,7 +208,7 @@ def test_idle_work_is_done_between_requests():
         deadline = time.monotonic() + PATIENCE_S
         while engine.call(lambda core: core.tidy()) and time.monotonic() < deadline:
             pass
-        parked = engine.call(lambda core: [n.checkpoint for n in core.tree.nodes() if n.checkpoint])
+        parked = engine.call(lambda core: [n.checkpoint for n in core.cache.tree.nodes() if n.checkpoint])
     assert all(c.state is not None for c in parked if c.kind.value != "prompt-end")
 
 

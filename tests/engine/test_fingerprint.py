@@ -297,7 +297,7 @@ def test_the_ram_of_other_factors_is_not_taken_up() -> None:
             with open_core(path=long_rope(), n_ctx=n_ctx, memory=memory) as core:
                 assert run(core, [*PROMPT, *text(6, 20)]).n_cached == n_cached
                 core.put_away()
-                assert core.ram.arena.n_used > 0
+                assert core.cache.ram.arena.n_used > 0
     finally:
         os.close(memory)
 

@@ -89,7 +89,7 @@ def test_there_is_a_checkpoint_right_before_and_right_after_every_image(arch):
     with seeing_core(arch, n_slots=1) as core:
         look(core, [A, CAT, B, DOG, C])
         tidy(core)
-        ends = {node.n_items for node in core.tree.nodes() if node.checkpoint is not None}
+        ends = {node.n_items for node in core.cache.tree.nodes() if node.checkpoint is not None}
         assert {60, 61, 101, 102} <= ends
         look(core, [text(50, 30)])
         assert look(core, [A, DOG, B]).n_cached == 60, "another image of the same size is a miss from there on"

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 
 import pytest
 
@@ -74,16 +75,16 @@ def test_idle_work_is_done_once_the_rest_is_over():
 
 CHANGED_BY_STEPS = {
     "context",
-    "tree",
+    "cache",
     "slots",
-    "spares",
     "queue",
+    "admission",
+    "starter",
+    "planner",
+    "keeper",
     "counts",
-    "pace",
     "prewarm",
-    "turns",
     "stall",
-    "ends",
 }
 
 
@@ -133,9 +134,11 @@ def test_only_the_loops_thread_touches_the_core():
         handler = RequestHandler(core, wire.send)
         loop = Loop(core, handler.deliver)
         thread = threading.Thread(target=loop.run, daemon=True)
+        assert {part.name for part in fields(Core)} >= CHANGED_BY_STEPS
+        tiers = core.cache.tiers
         with guarded(core, thread) as touched:
             thread.start()
-            worker.Pulse(wire, beat_s=0.002).watch(loop, [core.model.files], core.tier_writer)
+            worker.Pulse(wire, beat_s=0.002).watch(loop, core.files, tiers)
             questions = [
                 m.Inspect(2, "slots"),
                 m.Inspect(3, "counts"),
@@ -165,7 +168,7 @@ def test_the_published_status_follows_what_happens():
         drain(core)
         assert core.status.n_running == 0 and core.status.backlog.n_to_write == 0
         tidy(core)
-        assert core.status.tree_version == core.tree.census.version > version
+        assert core.status.tree_version == core.cache.tree.census.version > version
 
 
 def test_what_a_job_posts_waits_for_a_step():

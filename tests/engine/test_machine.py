@@ -161,10 +161,10 @@ class ConversationMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.0, 0.3, 0.8]))
     def evict(self, share):
-        self.core.ram_budget.n_bytes = int(self.core.tree.ram_bytes * share)
-        self.core.ram_budget.enforce()
+        self.core.cache.ram_budget.n_bytes = int(self.core.cache.tree.ram_bytes * share)
+        self.core.cache.ram_budget.enforce()
         check(self.core)
-        self.core.ram_budget.n_bytes = self.budget
+        self.core.cache.ram_budget.n_bytes = self.budget
 
     @rule(data=st.data())
     def refuse_once(self, data):

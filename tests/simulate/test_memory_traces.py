@@ -44,7 +44,9 @@ def test_the_engine_reads_what_the_simulator_says_when_memory_is_short(name, for
     n_prompt = sum(len(each.prompt) for each in turns)
     with open_core(n_slots=2, n_ctx=4096, n_spares=4) as core:
         shape = core.sizes.shape
-        budget = core.ram_budget.n_bytes = int(share * n_prompt / 4 * shape.kv_bytes_per_token + 8 * shape.state_bytes)
+        budget = core.cache.ram_budget.n_bytes = int(
+            share * n_prompt / 4 * shape.kv_bytes_per_token + 8 * shape.state_bytes
+        )
         n_read, said = played(core, turns)
     curves = Curves("engine", shape.state_bytes, shape.kv_bytes_per_token, 1e9, ((0, 1e-3),))
     device = DeviceSize(n_slots=2, n_spares=4, n_cells=4096)

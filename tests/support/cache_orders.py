@@ -30,19 +30,19 @@ def talk(core: Core, seed: int = 2, n_turns: int = 3, namespace: str = NAMESPACE
 
 def begin_page(core: Core, question: m.AskTree, disk: DiskView) -> NodePage:
     """The part of an answer that the loop's thread makes."""
-    while not disk.copy_places(core.tree):
+    while not disk.copy_places(core.cache.tree):
         pass
     return turn_page(core, question, lambda id: id)
 
 
 def ask_tree(core: Core, question: m.AskTree, disk: DiskView | None = None) -> m.TreeSeen:
-    disk = disk or DiskView(core.tier_writer)
+    disk = disk or DiskView(core.cache.tiers)
     return finish_page(begin_page(core, question, disk), disk, core.model.vocab)
 
 
 def pages(core: Core, limit: int = 1000, *, with_words: bool = False, namespace: str = "") -> list[m.NodeSeen]:
     found: list[m.NodeSeen] = []
-    after, disk = None, DiskView(core.tier_writer)
+    after, disk = None, DiskView(core.cache.tiers)
     while True:
         question = m.AskTree(1, limit, after, namespace, "" if with_words else None)
         seen = ask_tree(core, question, disk)

@@ -92,7 +92,7 @@ def finish(core: Core, tokens: Sequence[int], max_tokens: int = 4, *, n_pieces: 
         events = core.step()
         core.keep_ends()
         if n_pieces > 0:
-            core.offload.not_before = 0.0
+            core.cache.offload.not_before = 0.0
             core.tidy_overdue()
             n_pieces -= 1
         check(core)
@@ -126,19 +126,21 @@ def replies(events: list[Event], request_id: int) -> list[int]:
 
 
 def check(core: Core) -> None:
-    core.tree.check()
+    core.cache.tree.check()
     core.context.check()
-    assert core.tree.ram_bytes <= core.ram_budget.n_bytes, f"{core.tree.ram_bytes} of {core.ram_budget.n_bytes} bytes"
+    assert core.cache.tree.ram_bytes <= core.cache.ram_budget.n_bytes, (
+        f"{core.cache.tree.ram_bytes} of {core.cache.ram_budget.n_bytes} bytes"
+    )
     check_slots(core)
     check_spares(core)
-    assert all(node.pins == 0 for node in core.tree.nodes()), "a pin outlived its restore"
+    assert all(node.pins == 0 for node in core.cache.tree.nodes()), "a pin outlived its restore"
 
 
 def check_slots(core: Core) -> None:
-    known = {id(node) for node in core.tree.nodes()}
+    known = {id(node) for node in core.cache.tree.nodes()}
     standing = Counter(id(slot.node) for slot in core.slots)
-    for node in core.tree.nodes():
-        held = standing[id(node)] + (node in core.returns.visits)
+    for node in core.cache.tree.nodes():
+        held = standing[id(node)] + (node in core.cache.returns.visits)
         assert node.holders == held, "a node is held by other than slots and remembered requests"
     for slot in core.slots:
         assert id(slot.node) in known, "a slot stands at a node that is not in the tree"
@@ -148,16 +150,18 @@ def check_slots(core: Core) -> None:
 
 
 def check_spares(core: Core) -> None:
-    parked = {n.checkpoint.parked: n for n in core.tree.nodes() if n.checkpoint and n.checkpoint.parked is not None}
-    taken = dict(core.spares.parked())
+    parked = {
+        n.checkpoint.parked: n for n in core.cache.tree.nodes() if n.checkpoint and n.checkpoint.parked is not None
+    }
+    taken = dict(core.cache.residents.spares.parked())
     assert parked == taken, "spares and parked checkpoints disagree"
-    for spare in core.spares:
-        node = core.spares.node(spare)
+    for spare in core.cache.residents.spares:
+        node = core.cache.residents.spares.node(spare)
         assert core.context.end(spare).n_tokens == (0 if node is None else node.n_items)
 
 
 def checkpoints(core: Core) -> list[int]:
-    return sorted(node.n_items for node in core.tree.nodes() if node.checkpoint is not None)
+    return sorted(node.n_items for node in core.cache.tree.nodes() if node.checkpoint is not None)
 
 
 # exactness

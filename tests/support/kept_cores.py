@@ -18,7 +18,7 @@ STABLE = 580
 def kept_core(tmp_path: Path, arch: str = "qwen35", *, policy: str = "always", disk_bytes: int = 1 << 30, **settings):
     store = StoreSettings(str(tmp_path / "states"), disk_bytes, restore_policy=policy)
     with open_core(arch, store=store, **settings) as core:
-        assert core.tier_writer.disk.is_on
+        assert core.cache.tiers.disk.is_on
         yield core
 
 
@@ -43,9 +43,9 @@ def fingerprint_of_slot(core: Core, n_tokens: int) -> tuple[bytes, bytes]:
 def die(core: Core) -> None:
     """All that an engine has done when it is killed a moment after its last turn."""
     tidy(core)
-    core.ram.flush()
+    core.cache.ram.flush()
     check(core)
-    core.ram.arena.check()
+    core.cache.ram.arena.check()
 
 
 @contextmanager
@@ -53,5 +53,5 @@ def sharing(url: str, arch: str = "qwen35", *, store: Path | None = None, key: P
     remote = RemoteSettings(url, None if key is None else str(key), restore_policy="always", wait_s=10.0)
     disk = None if store is None else StoreSettings(str(store), 1 << 30, restore_policy="always")
     with open_core(arch, store=disk, remote=remote, **settings) as core:
-        assert core.tier_writer.remote.is_on
+        assert core.cache.tiers.remote.is_on
         yield core

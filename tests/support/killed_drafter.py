@@ -27,11 +27,11 @@ def main() -> None:
         always_draft(core)
         run(core, about["prompt"], about["n_reply"])
         tidy(core)
-        core.ram.flush()
-        core.tier_writer.wait_open(60.0)
-        while core.tidy() or core.tier_writer.catch_up():
+        core.cache.ram.flush()
+        core.cache.tiers.wait_open(60.0)
+        while core.tidy() or core.cache.tiers.catch_up():
             pass
-        core.tier_writer.flush_all()
+        core.cache.tiers.flush_all()
         decode = core.context.decode
 
         def dying(feeds) -> None:

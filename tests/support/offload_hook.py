@@ -4,5 +4,5 @@ from everwarm.engine.core import Core
 
 
 def keep_late(core: Core) -> None:
-    core.offload = None
+    core.cache.offload = None
     Core.tidy = lambda _core: False  # type: ignore[method-assign]

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,27 @@ from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
-from everwarm.engine.cache.ram_budget import RamBudget
+from everwarm.engine.cache.prefix_cache import PrefixCache
+from everwarm.engine.cache.prewarm import PrewarmQueue
+from everwarm.engine.cache.ram_budget import BelowRam, RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
+from everwarm.engine.cache.timed_pins import TimedPins
 from everwarm.engine.core import Core
 from everwarm.engine.images import ImageCache
-from everwarm.engine.inspect.stats import CheckpointStats
+from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
+from everwarm.engine.lifecycle.core_status import StatusBoard
+from everwarm.engine.lifecycle.cut_plan import CutPlanner
+from everwarm.engine.lifecycle.intake import Intake
+from everwarm.engine.lifecycle.keeping import Keeper
+from everwarm.engine.lifecycle.starting import Starter
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
+from everwarm.engine.scheduling.request_queue import RequestQueue
 from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget
-from everwarm.engine.settings import EngineSettings
+from everwarm.engine.scheduling.step_plan import StepPlanner
+from everwarm.engine.settings import EngineSettings, RestorePolicy
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.drafter import Drafter
@@ -40,6 +49,7 @@ from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.speculation.tree_lookup import TreeLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
 from everwarm.engine.tiers.loader import Loader
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
@@ -48,7 +58,7 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system.file_watch import WatchedFiles
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.returns import Returns
@@ -61,7 +71,6 @@ from everwarm.types import SeqId
 log = logging.getLogger("everwarm.ram")
 
 _MIB = 1 << 20
-IsRight = Callable[[], bool]
 
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
@@ -96,14 +105,13 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         if left is not None and left.identity != model.identity:
             left.close()  # the file was replaced meanwhile
             left = None
-        files = [model.files, *([] if images is None else [images.media.files])]
-        is_right = partial(_are_right, files)
+        files = WatchedFiles([model.files, *([] if images is None else [images.media.files])])
         left = left or _open_left_on_host(model, settings, fd)
-        ram = None if left is None else _take_up(left, tree, model, is_right, undo)
+        ram = None if left is None else _take_up(left, tree, model, files, undo)
         sizes = decide_sizes(model, settings, limited_bytes(), 0 if left is None else left.arena.n_used)
         if left is None or ram is None:
             left = _open_memory(model, settings, sizes, fd)
-            ram = _take_up(left, tree, model, is_right, undo)
+            ram = _take_up(left, tree, model, files, undo)
         _warn_of_limits(left.arena.budget_bytes, sizes)
         _warn_of_context(model.n_ctx_train, settings.n_ctx)
         options = settings.context(sizes.n_spares + sizes.n_rollback, sizes.n_snapshots)
@@ -111,7 +119,7 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         undo.pop_all()  # all is well: the core closes them
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
-    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, is_right, small)
+    opened = _Opened(model, settings, sizes, context, tree, ram, images, files, small)
     return _core(opened, outlives_us=memory is not None)
 
 
@@ -121,11 +129,6 @@ def _require_head(model: Model, settings: EngineSettings) -> None:
         raise ModelFileError(
             f"{model.path.name} has no MTP head that can be used, so --speculate mtp cannot be; give auto or lookup"
         )
-
-
-def _are_right(watched: list[FileWatch]) -> bool:
-    """Whether everything computed so far matches the model files. Takes time while that is not known."""
-    return all(files.is_right() for files in watched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,64 +142,97 @@ class _Opened:
     tree: Tree
     ram: Ram
     images: ImageCache | None
-    files: list[FileWatch]
-    is_right: IsRight
+    files: WatchedFiles
     small: ModelDrafter | None
 
 
 def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     """``outlives_us``: a later engine may take over the RAM tier's memory."""
-    settings, sizes, context, tree, ram = opened.settings, opened.sizes, opened.context, opened.tree, opened.ram
-    kv_bytes, state_bytes = sizes.shape.kv_bytes_per_token, sizes.shape.state_bytes
-    residents, speed, stats = _residents(opened), Speed(), CheckpointStats(sizes.spacing.max_checkpoints)
+    settings = opened.settings
+    context = opened.context
+    residents = _residents(opened)
+    speed = Speed()
+    counts = RequestStats()
+    queue = RequestQueue()
+    prewarm = PrewarmQueue()
+    speculator = _speculator(opened)
+    cache = _cache(opened, residents, speed, outlives_us=outlives_us)
+    takes_cuts = context.kind.needs_checkpoints and opened.sizes.spacing.max_checkpoints > 0
+    admission = Admission(
+        context, cache.tree, residents.slots, cache.restorer, cache.loader, cache.returns, speed, cuts=takes_cuts
+    )
+    cut_planner = CutPlanner(context.kind, settings.n_ubatch, cache.checkpointer, cache.returns, cache.ram_budget)
+    finish_prefill_s = settings.finish_prefill_s
+    return Core(
+        context=context,
+        files=opened.files,
+        settings=settings,
+        sizes=opened.sizes,
+        slots=residents.slots,
+        images=opened.images,
+        cache=cache,
+        intake=Intake(context, settings, opened.images, Unverified(cache.restorer), speculator),
+        queue=queue,
+        admission=admission,
+        starter=Starter(context, residents.slots, cache, admission, cut_planner, counts, settings.idle_cells),
+        planner=_planner(opened, residents.slots, speed),
+        speculator=speculator,
+        keeper=Keeper(cache.checkpointer, cache.returns, cache.offload, prewarm, counts, finish_prefill_s),
+        prewarm=prewarm,
+        board=StatusBoard(residents.slots, queue, cache.tree, speed, counts),
+        speed=speed,
+        counts=counts,
+    )
+
+
+def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: bool) -> PrefixCache:
+    settings = opened.settings
+    sizes = opened.sizes
+    context = opened.context
+    tree = opened.tree
+    ram = opened.ram
+    kv_bytes = sizes.shape.kv_bytes_per_token
+    state_bytes = sizes.shape.state_bytes
+    stats = CheckpointStats(sizes.spacing.max_checkpoints)
     returns = Returns(tree)
+    below = BelowRam()
     share = settings.namespace_share
-    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
+    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats, below)
     writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
     budget.enforce()
-    tier_writer = _tier_writer(opened, returns, writer, speed)
-    budget.leaving = partial(tier_writer.save_leaving, residents.slots)
+    tiers = _tiers(opened, speed)
+    tier_writer = _tier_writer(opened, tiers, returns, writer, speed)
     tier_writer.note_adopted()
-    loader = _loader(opened, tier_writer, checkpointer, speed, writer.most_joined)
-    budget.load_s = loader.load_s
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tier_writer)
-    restorer = Restorer(context, tree, residents, checkpointer, writer, room, ram, stats)
-    takes_cuts = context.kind.needs_checkpoints and sizes.spacing.max_checkpoints > 0
-    return Core(
-        model=opened.model,
-        files=opened.files,
-        is_right=opened.is_right,
-        settings=settings,
-        sizes=sizes,
-        context=context,
-        slots=residents.slots,
-        spares=residents.spares,
-        images=opened.images,
+    policy = _restore_policy(settings)
+    most = writer.most_joined
+    loader = Loader(tiers, context, tree, checkpointer, ram, speed, policy, most, tier_writer.stores)
+    below.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tiers, tier_writer)
+    return PrefixCache(
         tree=tree,
+        residents=residents,
         checkpointer=checkpointer,
         checkpoint_stats=stats,
+        restorer=Restorer(context, tree, residents, checkpointer, writer, room, ram, stats),
         returns=returns,
-        restorer=restorer,
         room=room,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
         dropper=Dropper(tree, residents, ram, writer, checkpointer, returns),
+        timed_pins=TimedPins(tree),
         ram=ram,
         ram_budget=budget,
         ram_writer=writer,
+        offload=Offload(context.kind, tree, writer, budget, ram, tiers, tier_writer) if outlives_us else None,
+        tiers=tiers,
         tier_writer=tier_writer,
         loader=loader,
-        offload=Offload(context.kind, tree, writer, budget, ram, tier_writer) if outlives_us else None,
-        admission=Admission(context, tree, residents.slots, restorer, loader, returns, speed, cuts=takes_cuts),
-        unverified=Unverified(restorer),
-        step_budget=_step_budget(opened),
-        speed=speed,
-        speculator=_speculator(opened),
     )
 
 
 def _speculator(opened: _Opened) -> Speculator:
-    settings, sizes = opened.settings, opened.sizes
+    settings = opened.settings
+    sizes = opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
     looks_up = settings.speculate in ("auto", "lookup")
@@ -231,16 +267,34 @@ def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None
 
 
 def _residents(opened: _Opened) -> Residents:
-    tree, context, n_slots = opened.tree, opened.context, opened.settings.n_slots
+    tree = opened.tree
+    context = opened.context
+    n_slots = opened.settings.n_slots
     slots = [Slot(SeqId(i), tree, context) for i in range(n_slots)]
     return Residents(slots, Spares([SeqId(n_slots + i) for i in range(opened.sizes.n_spares)], tree, context))
 
 
-def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed: Speed) -> TierWriter:
+def _tiers(opened: _Opened, speed: Speed) -> LowerTiers:
     settings = opened.settings
-    return TierWriter(
+    return LowerTiers(
         settings.store,
+        settings.remote,
         partial(_fingerprint, opened.model, settings),
+        opened.context,
+        opened.ram.arena,
+        speed,
+        namespace_share=settings.namespace_share,
+        is_right=opened.files.is_right,
+    )
+
+
+def _tier_writer(
+    opened: _Opened, tiers: LowerTiers, returns: Returns, ram_writer: RamWriter, speed: Speed
+) -> TierWriter:
+    store = opened.settings.store
+    remote = opened.settings.remote
+    return TierWriter(
+        tiers,
         opened.tree,
         opened.context,
         ram_writer,
@@ -248,34 +302,34 @@ def _tier_writer(opened: _Opened, returns: Returns, ram_writer: RamWriter, speed
         speed,
         returns,
         words=partial(words_of, opened.model.vocab),
-        remote=settings.remote,
-        namespace_share=settings.namespace_share,
-        is_right=opened.is_right,
+        writes_all=store is not None and store.restore_policy == "always",
+        shares_all=remote is not None and remote.restore_policy == "always",
     )
 
 
-def _step_budget(opened: _Opened) -> Budget:
-    settings, n_batch = opened.settings, opened.context.n_batch
-    gpu_s = GPU_STEP_S if is_on_gpu(opened.model) else 0.0
-    return Budget(min(settings.n_ubatch, n_batch), settings.prefill_beside_decode, gpu_s)
+def _planner(opened: _Opened, slots: list[Slot], speed: Speed) -> StepPlanner:
+    settings = opened.settings
+    model = opened.model
+    gpu_s = GPU_STEP_S if is_on_gpu(model) else 0.0
+    budget = Budget(min(settings.n_ubatch, opened.context.n_batch), settings.prefill_beside_decode, gpu_s)
+    max_step_s = settings.max_step_ms / 1e3
+    return StepPlanner(slots, budget, speed, max_step_s, settings.prefill_beside_decode, bool(model.adapters))
 
 
-def _loader(
-    opened: _Opened, tier_writer: TierWriter, checkpointer: Checkpointer, speed: Speed, most_joined: int
-) -> Loader:
-    kept = opened.settings.store or opened.settings.remote
-    policy = "auto" if kept is None else kept.restore_policy
-    return Loader(tier_writer, opened.context, opened.tree, checkpointer, opened.ram, speed, policy, most_joined)
+def _restore_policy(settings: EngineSettings) -> RestorePolicy:
+    kept = settings.store or settings.remote
+    return "auto" if kept is None else kept.restore_policy
 
 
 def _fingerprint(model: Model, settings: EngineSettings) -> str:
     return settings.fingerprint(model.fingerprint, model.rope_limit)
 
 
-def _take_up(left: Memory, tree: Tree, model: Model, is_right: IsRight, undo: contextlib.ExitStack) -> Ram:
+def _take_up(left: Memory, tree: Tree, model: Model, files: WatchedFiles, undo: contextlib.ExitStack) -> Ram:
     """Adds what an earlier engine left to the tree, within the budget."""
-    ram = Ram(left.arena, tree, model.memory_kind, left.pinning, is_right)
+    ram = Ram(left.arena, tree, model.memory_kind, left.pinning, files.is_right)
     undo.callback(ram.close)
+    tree.tell(ram)
     ram.adopt()
     ram.shrink(FIRST_GUESS_S)
     return ram

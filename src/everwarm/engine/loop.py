@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everwarm.engine.core import Core, CoreStatus
+from everwarm.engine.core import Core
+from everwarm.engine.lifecycle.core_status import CoreStatus
 from everwarm.engine.request import Event
 
 REST_S = 0.01  # before idle work: a request right after an answer does not wait for a piece of it

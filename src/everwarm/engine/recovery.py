@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from everwarm.engine.request import Finish
+from everwarm.engine.request import Finish, Request
 from everwarm.engine.scheduling.scheduler import next_to_suspend
 from everwarm.engine.slots import Slot
 from everwarm.errors import ContextFull, EverwarmError, MemoryFault, PromptTooLong, WeightsTouched
+from everwarm.llama.cells import Cells
 
 MAX_ATTEMPTS = 3
 MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
@@ -71,6 +72,18 @@ def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None
         gives_up = slot.request.attempts + has_failed >= MAX_ATTEMPTS
         effects.append(StartOver(slot, not is_innocent, has_failed, gives_up))
     return effects
+
+
+def describe_stall(cells: Cells, slots: Sequence[Slot], waiting: Sequence[tuple[Request, str]]) -> str:
+    """Which request waits for what, with counts of cells. ``waiting``: with what admission says of each."""
+    parts = [f"{cells.used} of {cells.n_cells} cells are in use"]
+    for slot in slots:
+        if slot.request is not None:
+            done = f"{slot.n_fed} of {slot.request.n_items} items"
+            parts.append(f"request {slot.request.id} in slot {slot.seq} has {done} in {cells.count(slot.seq)} cells")
+    for request, verdict in waiting:
+        parts.append(f"request {request.id} waits for {request.n_tokens(request.n_items)} cells: {verdict}")
+    return "; ".join(parts)
 
 
 class Remedy(enum.Enum):

@@ -57,7 +57,8 @@ class DiskTree:
 
     def below(self, ids: Iterable[int]) -> list[IndexedObject]:
         """The states at or below these nodes."""
-        inside, found = set(ids), []
+        inside = set(ids)
+        found = []
         for node in self.nodes:
             if node.id in inside or node.parent in inside:
                 inside.add(node.id)
@@ -101,7 +102,9 @@ def kv_on_path(kept: IndexedObject) -> Iterator[tuple[str, int, Point | None, Po
     if len(kept.needs) != len(kept.reaches):
         return
     for i in range(len(kept.needs) - 1, -1, -1):
-        need, reach, before = kept.needs[i], kept.reaches[i], kept.reaches[i - 1] if i else 0
+        need = kept.needs[i]
+        reach = kept.reaches[i]
+        before = kept.reaches[i - 1] if i else 0
         yield need, reach, (need[_END], reach), (need[_START], before) if before else None
 
 
@@ -145,7 +148,8 @@ def _listed(tops: dict[int, DiskNode], children: dict[int, list[DiskNode]], size
     own = {node.id for nodes in children.values() for node in nodes} | tops.keys()
     hanging = [node for id, nodes in children.items() if id not in own for node in nodes]
     todo = [*reversed([*tops.values(), *hanging])]
-    tree, counted = DiskTree(), set[str]()
+    tree = DiskTree()
+    counted = set[str]()
     while todo:
         node = todo.pop()
         if node.id in tree.place:  # two names that begin alike

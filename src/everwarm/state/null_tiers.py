@@ -101,7 +101,9 @@ class NullRemote:
         return False
 
     @contextlib.contextmanager
-    def fetching(self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
+    def fetching(
+        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource, names: frozenset[str]
+    ) -> Iterator[RemoteFetch]:
         raise Damaged("there is no remote store")
         yield
 

@@ -15,7 +15,8 @@ from typing import Protocol
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys
 from everwarm.state.store.index import IndexedObject
-from everwarm.state.store.object import ObjectReader
+from everwarm.state.store.object import ObjectHeader
+from everwarm.types import Blob, Place, heap
 
 
 class Tier(Protocol):
@@ -34,12 +35,19 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
+class PartReader(Protocol):
+    """An object whose parts can be read: from a file, from the remote store, or while it waits to be written."""
+
+    @property
+    def header(self) -> ObjectHeader: ...
+
+    def read(self, name: str, place: Place = heap) -> Blob: ...
+
+
 class ObjectSource(Protocol):
     """Where objects are read from."""
 
-    def names(self) -> frozenset[str]: ...
-
-    def reading(self, name: str) -> AbstractContextManager[ObjectReader]:
+    def reading(self, name: str) -> AbstractContextManager[PartReader]:
         """Opens an object. ``Damaged``: it is gone, or was changed."""
 
 

@@ -277,8 +277,12 @@ class Tree:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
         self.forgotten = Ghosts()
-        self.watcher: TreeListener | None = None
+        self._listener: TreeListener | None = None
         self.census: NodeIndex[Node] = NodeIndex()
+
+    def tell(self, listener: TreeListener) -> None:
+        """Tells a listener, which knows the tree and so is made after it, of everything that comes from now on."""
+        self._listener = listener
 
     def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
         self.census.changed(n_states, n_segments)
@@ -312,7 +316,8 @@ class Tree:
 
     def match(self, namespace: str, prompt: Prompt, n_resident: int, *, needs_kv: bool = True) -> Match:
         """How much of ``prompt`` is known. ``n_resident`` items of it have their KV on the device already."""
-        n_shared, n_kv = 0, n_resident if needs_kv else len(prompt)
+        n_shared = 0
+        n_kv = n_resident if needs_kv else len(prompt)
         usable: list[Node] = []
         path: list[Node] = []
         for node, n_agree in _walk(self._roots[namespace], prompt) if namespace in self._roots else ():
@@ -352,7 +357,8 @@ class Tree:
         assert parent is not None and parent.n_items < n_items < node.n_items
         upper = Node(node.path, n_items, node.path.mark(n_items), parent)
         if 0 < node.n_evicted <= n_items:
-            upper.n_evicted, node.n_evicted = node.n_evicted, 0
+            upper.n_evicted = node.n_evicted
+            node.n_evicted = 0
         upper.children[_key(node.path, n_items)] = node
         parent.children[_key(node.path, parent.n_items)] = upper
         node.parent = upper
@@ -364,7 +370,8 @@ class Tree:
 
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
         assert node.parent is not None and node.checkpoint is None
-        node.checkpoint, node.evicted = checkpoint, False
+        node.checkpoint = checkpoint
+        node.evicted = False
         self._add_bytes(node, checkpoint.size_bytes, n_states=checkpoint.state is not None)
         self._tell_of_state(node)
 
@@ -376,15 +383,15 @@ class Tree:
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
-        if node.checkpoint is not None and node.checkpoint.state is not None and (watcher := self._watcher_of(node)):
-            watcher.on_state(node)
+        if node.checkpoint is not None and node.checkpoint.state is not None and (listener := self._listener_of(node)):
+            listener.on_state(node)
 
     def _tell_of_segment(self, node: Node) -> None:
-        if watcher := self._watcher_of(node):
-            watcher.on_segment(node)
+        if listener := self._listener_of(node):
+            listener.on_segment(node)
 
-    def _watcher_of(self, node: Node) -> TreeListener | None:
-        return None if node.root().is_volatile else self.watcher
+    def _listener_of(self, node: Node) -> TreeListener | None:
+        return None if node.root().is_volatile else self._listener
 
     def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:
         assert node.checkpoint is not None and node.checkpoint.logits is None
@@ -452,7 +459,8 @@ class Tree:
             self._prune(user)
 
     def _let_go(self, node: Node) -> None:
-        segment, node.segment = node.segment, None
+        segment = node.segment
+        node.segment = None
         if segment is not None:
             segment.n_users -= 1
             if segment.n_users == 0:
@@ -509,7 +517,8 @@ class Tree:
     def _merge(self, node: Node) -> None:
         """Merges an empty node with a single child into that child's edge. So each node that holds something adds at
         most two empty ones: one at a branch, and one where KV begins."""
-        parent, child = node.parent, next(iter(node.children.values()), None)
+        parent = node.parent
+        child = next(iter(node.children.values()), None)
         if parent is None or child is None or len(node.children) > 1 or not _has_nothing(node) or node.is_pinned:
             return
         key = _key(node.path, parent.n_items)
@@ -522,7 +531,8 @@ class Tree:
 
     def shorten_path(self, end: Node) -> None:
         """Gives a lineage a copy of its own items: its path may be part of a much larger array."""
-        items, path = end.path.first(end.n_items), end.path
+        items = end.path.first(end.n_items)
+        path = end.path
         copied = Prompt(np.array(items.codes, np.int32), items.media)
         for node in end.lineage():
             if node.path is path:
@@ -546,7 +556,10 @@ class Tree:
 
 def _walk(root: Node, prompt: Prompt) -> Iterator[tuple[Node, int]]:
     """The nodes a prompt passes, each with how many items agree. One comparison serves all nodes of one path."""
-    node, path, n_agree, n_items = root, None, 0, len(prompt)
+    node = root
+    path = None
+    n_agree = 0
+    n_items = len(prompt)
     while node.n_items < n_items:
         child = node.children.get(_key(prompt, node.n_items))
         if child is None:

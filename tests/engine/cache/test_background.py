@@ -15,7 +15,7 @@ N_CALLS = 12
 
 
 def kinds(core: Core) -> list[CutKind]:
-    kept = [(node.n_items, node.checkpoint) for node in core.tree.nodes() if node.checkpoint is not None]
+    kept = [(node.n_items, node.checkpoint) for node in core.cache.tree.nodes() if node.checkpoint is not None]
     return [checkpoint.kind for _, checkpoint in sorted(kept, key=lambda each: each[0])]
 
 
@@ -36,7 +36,7 @@ def test_a_conversation_stays_though_ram_is_full_of_background_calls(arch, n_spa
     with open_core(arch, n_slots=1, n_spares=n_spares) as core:
         conversation_and_calls(core, 0, 0)
         tidy(core)
-        budget = int(core.tree.ram_bytes * 1.4)
+        budget = int(core.cache.tree.ram_bytes * 1.4)
     options = {"n_slots": 1, "n_spares": n_spares, "ram_bytes": budget, "idle_cells": 0}
     with open_core(arch, **options) as core:
         kept = conversation_and_calls(core, 1)
@@ -83,7 +83,7 @@ def test_a_cancelled_one_goes_on_where_it_was():
 def test_nothing_of_it_is_written_to_disk(tmp_path):
     for priority in (1, 0):
         with open_core(store=StoreSettings(str(tmp_path / str(priority)))) as core:
-            core.tier_writer.wait_open(20)
+            core.cache.tiers.wait_open(20)
             run(core, text(1, 400), priority=priority, stable=380)
             core.put_away()
-            assert (core.tier_writer.disk.n_bytes > 0) == (priority == 0)
+            assert (core.cache.tiers.disk.n_bytes > 0) == (priority == 0)

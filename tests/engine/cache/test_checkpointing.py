@@ -57,12 +57,12 @@ def test_a_deterministic_prompt_is_cut_as_always():
 def in_full_ram(core: Core) -> int:
     """How many checkpoints a prompt takes where RAM has no room for any of them, and nothing else may go."""
     run(core, PROMPT)
-    core.room.clear()
-    weigh, n_created = core.ram_budget._weigh, core.checkpoint_stats.n_created
-    core.ram_budget._weigh = lambda part: [e for e in weigh(part) if part.nodes[e.key // 2].path.codes[0] == 2]
-    core.ram_budget.n_bytes = core.tree.ram_bytes
+    core.cache.room.clear()
+    weigh, n_created = core.cache.ram_budget._weigh, core.cache.checkpoint_stats.n_created
+    core.cache.ram_budget._weigh = lambda part: [e for e in weigh(part) if part.nodes[e.key // 2].path.codes[0] == 2]
+    core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes
     run(core, text(2, 800))
-    return core.checkpoint_stats.n_created - n_created
+    return core.cache.checkpoint_stats.n_created - n_created
 
 
 def test_where_ram_is_full_of_better_ones_the_rest_of_a_prompt_is_read_without_stops(monkeypatch):
@@ -76,7 +76,9 @@ def test_where_ram_is_full_of_better_ones_the_rest_of_a_prompt_is_read_without_s
 def test_where_ram_holds_nothing_spares_are_for_what_the_next_turn_needs(tmp_path):
     with kept_core(tmp_path, ram_bytes=0, n_spares=3, n_slots=1, checkpoints=EVERY_50) as core:
         run(core, PROMPT, stable=STABLE)
-        parked = {node.checkpoint.kind for _, node in core.spares.parked() if node.checkpoint is not None}
+        parked = {
+            node.checkpoint.kind for _, node in core.cache.residents.spares.parked() if node.checkpoint is not None
+        }
         assert CutKind.STABLE in parked
         put_away(core)
     with kept_core(tmp_path) as core:
@@ -103,7 +105,7 @@ def talk(core: Core, n_turns: int, *, strips: int) -> Counter[CutKind]:
 
 
 def kinds_in_ram(core: Core) -> Counter[CutKind]:
-    kept = (node.checkpoint for node in core.tree.nodes())
+    kept = (node.checkpoint for node in core.cache.tree.nodes())
     return Counter(each.kind for each in kept if each is not None and each.state is not None)
 
 
@@ -138,6 +140,6 @@ def test_replies_that_may_be_continued_stay():
 
 def test_where_replies_are_never_continued_their_ends_are_not_kept(monkeypatch):
     with open_core() as core:
-        monkeypatch.setattr(type(core.returns), "keeps_replies", False)
+        monkeypatch.setattr(type(core.cache.returns), "keeps_replies", False)
         assert talk(core, 3, strips=10)[CutKind.REPLY] == 0
         check(core)

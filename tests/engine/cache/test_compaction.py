@@ -39,11 +39,11 @@ LONG = text(1, 600)
 
 
 def segments(core: Core) -> list[Segment]:
-    return list({id(n.segment): n.segment for n in core.tree.nodes() if n.segment is not None}.values())
+    return list({id(n.segment): n.segment for n in core.cache.tree.nodes() if n.segment is not None}.values())
 
 
 def move_out(core: Core) -> None:
-    core.room.clear()
+    core.cache.room.clear()
 
 
 # what is saved at once
@@ -152,7 +152,7 @@ def count(core: Core, name: str) -> list[None]:
 
 
 def without_joining(core: Core) -> None:
-    core.joiner.tidy = lambda _slots: False
+    core.cache.joiner.tidy = lambda _slots: False
 
 
 @pytest.mark.parametrize("way", ["hinted", "plain", "stripped"])
@@ -162,7 +162,7 @@ def test_forty_turns_leave_few_segments(arch, way):
         talk = Talk(core, way)
         talk.turns(40)
         assert len(talk.lineage()) <= 10
-        core.ram.arena.check()
+        core.cache.ram.arena.check()
 
 
 @pytest.mark.parametrize("arch", KINDS if CAMPAIGN else KINDS[:1])
@@ -213,7 +213,7 @@ def waiting_to_be_joined(core: Core) -> Talk:
     without_joining(core)
     talk = Talk(core, deterministic=True)
     talk.turns(9)
-    del core.joiner.tidy
+    del core.cache.joiner.tidy
     return talk
 
 
@@ -234,13 +234,13 @@ def test_a_join_takes_bounded_pieces_and_the_tree_changes_with_the_last(arch):
                 yield copied[-1]
 
         core.context.joining_segments = noting
-        n_segments = core.tree.census.n_segments
-        while core.joiner.tidy(core.slots):
+        n_segments = core.cache.tree.census.n_segments
+        while core.cache.joiner.tidy(core.slots):
             assert len(copied) <= 1, "one piece between two looks at the inbox"
             is_done = not copied
-            assert (core.tree.census.n_segments < n_segments) is is_done
+            assert (core.cache.tree.census.n_segments < n_segments) is is_done
             n_joins, n_pieces = n_joins + is_done, n_pieces + 1
-            n_segments = core.tree.census.n_segments
+            n_segments = core.cache.tree.census.n_segments
             copied.clear()
             check(core)
         assert n_joins >= 1 and n_pieces > 2 and len(talk.lineage()) <= 10
@@ -255,8 +255,8 @@ def test_a_join_that_is_not_bounded_is_one_piece():
     """The control."""
     with open_core(n_slots=1, n_ctx=4096) as core:
         waiting_to_be_joined(core)
-        n_segments = core.tree.census.n_segments
-        assert core.joiner.tidy(core.slots) and core.tree.census.n_segments < n_segments
+        n_segments = core.cache.tree.census.n_segments
+        assert core.cache.joiner.tidy(core.slots) and core.cache.tree.census.n_segments < n_segments
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -264,9 +264,9 @@ def test_a_join_is_given_up_if_its_segments_go_meanwhile():
     with open_core(n_slots=1, n_ctx=4096) as core:
         talk = waiting_to_be_joined(core)
         for _ in range(3):
-            assert core.joiner.tidy(core.slots)
+            assert core.cache.joiner.tidy(core.slots)
         dropped = next(node for node in talk.slot.node.lineage() if node.segment is not None)
-        core.tree.drop_segment(dropped)
+        core.cache.tree.drop_segment(dropped)
         tidy(core)
         result = run(core, talk.prompt, 5)
         assert_greedy(core, talk.prompt, result)
@@ -278,7 +278,7 @@ def test_a_join_is_given_up_if_its_segments_go_meanwhile():
 @pytest.mark.parametrize("piece", [100, 100_000])
 def test_idle_work_copies_a_conversation_in_pieces(piece):
     with open_core("llama", n_slots=1) as core:
-        core.ram_writer.piece_tokens = piece
+        core.cache.ram_writer.piece_tokens = piece
         run(core, LONG)
         captured, capture = [], core.context.capture_segment
         core.context.capture_segment = lambda seq, start, stop: (
@@ -326,7 +326,7 @@ def test_a_branch_and_an_edit_inside_a_joined_segment_are_right(arch):
         talk.turns(9)
         whole = max(talk.lineage(), key=lambda s: s.n_stop - s.n_start)
         at = (whole.n_start + whole.n_stop) // 2
-        n_before = core.tree.census.n_segments
+        n_before = core.cache.tree.census.n_segments
         for seed in (3, 4):
             prompt = [*talk.prompt[:at], *text(seed, 60)]
             result = run(core, prompt, 5, deterministic=True)
@@ -336,7 +336,7 @@ def test_a_branch_and_an_edit_inside_a_joined_segment_are_right(arch):
                 assert memory_of(core.context, slot.seq) == replay(core, slot)
             assert_greedy(core, prompt, result)
             tidy(core)
-        assert core.tree.census.n_segments > n_before
+        assert core.cache.tree.census.n_segments > n_before
         result = run(core, talk.prompt, 5, deterministic=True)
         assert result.n_cached > len(talk.prompt) - 100
         assert_greedy(core, talk.prompt, result)
@@ -378,8 +378,8 @@ def test_a_new_engine_finds_the_joined_segments(memory, arch):
         talk = Talk(core)
         talk.turns(12)
         spans = sorted((s.n_start, s.n_stop) for s in talk.lineage())
-        core.ram.flush()
-        core.ram.arena.check()
+        core.cache.ram.flush()
+        core.cache.ram.arena.check()
     with open_core(arch, n_ctx=4096) as core:
         golden = run(core, talk.prompt, 8).tokens
     with open_core(arch, n_ctx=4096, memory=memory) as core:
@@ -387,8 +387,8 @@ def test_a_new_engine_finds_the_joined_segments(memory, arch):
         result = run(core, talk.prompt, 8)
         assert result.n_cached > len(talk.prompt) - 100 and result.tokens == golden
         tidy(core)
-        core.ram.flush()
-        core.ram.arena.check()
+        core.cache.ram.flush()
+        core.cache.ram.arena.check()
 
 
 @pytest.mark.parametrize("is_held", [True, False])
@@ -400,13 +400,13 @@ def test_an_engine_killed_while_it_joins_loses_nothing(memory, monkeypatch, is_h
         without_joining(core)
         talk = Talk(core)
         talk.turns(6)
-        core.ram.flush()
-        del core.joiner.tidy
+        core.cache.ram.flush()
+        del core.cache.joiner.tidy
         may_go_on = threading.Event()
-        core.ram._notes.put(may_go_on.wait)  # its thread gets no further
-        n = core.tree.census.n_segments
+        core.cache.ram._notes.put(may_go_on.wait)  # its thread gets no further
+        n = core.cache.tree.census.n_segments
         tidy(core)
-        assert core.tree.census.n_segments < n
+        assert core.cache.tree.census.n_segments < n
         left = copy_of(memory)
         may_go_on.set()
     with open_core(n_ctx=4096, memory=left, ram_bytes=16 << 20) as core:
@@ -429,12 +429,12 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         for _ in range(12):
             talk.turn()
             put_away(core)
-            written.append(core.tier_writer.disk.counts.n_bytes_written)
+            written.append(core.cache.tiers.disk.counts.n_bytes_written)
         assert any(len(s.pieces) > 3 for s in talk.lineage())
         shape = core.sizes.shape
         new = 85 * shape.kv_bytes_per_token + shape.state_bytes
         assert (np.diff(written) <= 1.1 * new + (64 << 10)).all(), np.diff(written).tolist()
-        ends = [kept.n_items for kept in core.tier_writer.disk.objects() if kept.kind == "kv"]
+        ends = [kept.n_items for kept in core.cache.tiers.disk.objects() if kept.kind == "kv"]
         assert len(ends) == len(set(ends)), "two objects end at one place"
         golden = run(core, talk.prompt, 8, use_cache=False).tokens
     with kept_core(tmp_path, arch, n_ctx=4096) as core:
@@ -445,7 +445,7 @@ def test_on_disk_nothing_is_written_again_because_it_was_joined(tmp_path: Path, 
         tidy(core)
         assert len(Talk(core).lineage()) < 10
         put_away(core)
-        assert core.tier_writer.disk.counts.n_damaged == 0
+        assert core.cache.tiers.disk.counts.n_damaged == 0
 
 
 def test_a_new_engine_does_not_write_joined_segments_again(tmp_path: Path, memory):
@@ -470,7 +470,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
         whole = max(talk.lineage(), key=lambda s: len(s.pieces))
         lost = whole.pieces[len(whole.pieces) // 2]
         before = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}
-        core.tier_writer.disk.drop(lost.name)
+        core.cache.tiers.disk.drop(lost.name)
         talk.turn()
         put_away(core)
         after = {path.name: path.read_bytes() for path in files(tmp_path, "kv")}
@@ -484,7 +484,7 @@ def test_an_object_that_the_disk_gave_up_is_written_again_by_itself(tmp_path: Pa
 @pytest.mark.parametrize("arch", KINDS)
 def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
     with open_core(arch, n_slots=2, n_ctx=2048, ram_bytes=kib << 10) as core:
-        core.ram_writer.most_joined = core.joiner.most_joined = 400  # more than so little memory would get
+        core.cache.ram_writer.most_joined = core.cache.joiner.most_joined = 400  # more than so little memory would get
         prompts = [text(seed, 100) for seed in (1, 2, 3)]
         for turn in range(8):
             for i, prompt in enumerate(prompts):
@@ -493,8 +493,8 @@ def test_within_a_small_budget_every_byte_is_accounted_for(arch, kib):
                 tidy(core)
                 prompts[i] = [*prompt, *result.tokens, *text(50 + 10 * turn + i, 40)]
         check(core)
-        core.ram.flush()
-        core.ram.arena.check()
+        core.cache.ram.flush()
+        core.cache.ram.arena.check()
         assert any(s.n_users > 3 for s in segments(core)) or kib < 1250
 
 
@@ -503,11 +503,11 @@ def test_where_the_arena_is_full_nothing_is_joined(monkeypatch):
         without_joining(core)
         talk = Talk(core)
         talk.turns(6)
-        del core.joiner.tidy
-        n = core.tree.census.n_segments
-        monkeypatch.setattr(core.ram.arena, "_take", lambda _n: None)
+        del core.cache.joiner.tidy
+        n = core.cache.tree.census.n_segments
+        monkeypatch.setattr(core.cache.ram.arena, "_take", lambda _n: None)
         tidy(core)
-        assert core.tree.census.n_segments == n
+        assert core.cache.tree.census.n_segments == n
         monkeypatch.undo()
         talk.turn()
-        assert core.tree.census.n_segments < n  # the control
+        assert core.cache.tree.census.n_segments < n  # the control

@@ -68,7 +68,7 @@ def where(core: Core, finished: Finished) -> Where:
         told.set()
 
     assert finished.receipt is not None
-    core.offload.when_safe(finished.receipt, tell)
+    core.cache.offload.when_safe(finished.receipt, tell)
     assert told.wait(30) and len(seen) == 1
     return seen[0]
 
@@ -80,7 +80,7 @@ def test_what_stems_from_a_file_of_unknown_origin_is_left_to_nobody(memory, name
         is_mine = namespace == "mine"
         assert where(core, ended) is (Where.RAM if is_mine else Where.NOWHERE)
         with as_it_is(memory) as left, open_core(memory=left) as after:
-            assert bool(after.tree.ram_bytes) is is_mine
+            assert bool(after.cache.tree.ram_bytes) is is_mine
 
 
 @pytest.mark.parametrize("n_pieces", [0, 1000], ids=["all at the end", "beside the steps"])
@@ -103,15 +103,15 @@ def test_without_waiting_the_whole_prompt_would_be_read_again(memory):
     """The control: what the tests above see is not there a moment before."""
     with open_core(memory=memory, n_spares=3) as core:
         may_go_on = threading.Event()
-        for notes in (core.ram._notes, core.ram._awaited):
+        for notes in (core.cache.ram._notes, core.cache.ram._awaited):
             notes.put(may_go_on.wait)
         ended = finish(core, HISTORY, 30, stable=STABLE)
         seen: list[Where] = []
-        core.offload.when_safe(ended.receipt, seen.append)
+        core.cache.offload.when_safe(ended.receipt, seen.append)
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert not seen and run(after, HISTORY).n_cached == 0
         may_go_on.set()
-        core.ram.flush()
+        core.cache.ram.flush()
         assert seen == [Where.RAM]
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_processed <= GUARD
@@ -150,16 +150,16 @@ def test_copying_beside_the_steps_changes_no_bit_of_a_reply(memory, arch):
 
 def test_a_piece_is_bounded_and_pieces_take_a_share_of_the_time(memory):
     with open_core("llama", memory=memory) as core:
-        core.ram_writer.piece_tokens = 100
+        core.cache.ram_writer.piece_tokens = 100
         sizes = captures(core)
         submit(core, HISTORY, 30)
         while not any(isinstance(event, NewToken) for event in core.step()):
             pass
-        assert core.offload.copy_piece(core.slots) and sizes == [100]
-        assert core.offload.not_before > 0 and not core.offload.copy_piece(core.slots), "the next one waits"
+        assert core.cache.offload.copy_piece(core.slots) and sizes == [100]
+        assert core.cache.offload.not_before > 0 and not core.cache.offload.copy_piece(core.slots), "the next one waits"
         for _ in range(8):
-            core.offload.not_before = 0.0
-            core.offload.copy_piece(core.slots)
+            core.cache.offload.not_before = 0.0
+            core.cache.offload.copy_piece(core.slots)
         assert sizes == [100] * 6 and core.slots[0].is_offloaded | core.slots[1].is_offloaded
         check(core)
 
@@ -191,17 +191,17 @@ def test_a_turn_that_ends_is_kept_although_all_of_ram_was_used_a_moment_ago(memo
     same."""
     with open_core(memory=memory, n_spares=3) as core:
         finish(core, text(20, 600), 30, stable=STABLE)
-        core.ram_budget.n_bytes = 3 * core.tree.ram_bytes // 2
+        core.cache.ram_budget.n_bytes = 3 * core.cache.tree.ram_bytes // 2
         for seed in range(21, 27):
             ended = finish(core, text(seed, 600), 30, boundaries=(580,))
-            assert core.tree.ram_bytes <= core.ram_budget.n_bytes
+            assert core.cache.tree.ram_bytes <= core.cache.ram_budget.n_bytes
             assert where(core, ended) is Where.RAM
             with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
                 assert run(after, text(seed, 600)).n_processed <= GUARD
 
 
 def without_room(core: Core) -> None:
-    core.ram.arena._take = lambda _n, _stop=None: None
+    core.cache.ram.arena._take = lambda _n, _stop=None: None
 
 
 def on(directory) -> StoreSettings:
@@ -212,13 +212,13 @@ def on(directory) -> StoreSettings:
 def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_leaves(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, store=store) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
-        disk = core.tier_writer.disk
+        disk = core.cache.tiers.disk
         assert any(name.startswith("state-") and disk.has(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
@@ -226,17 +226,17 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
 def test_without_any_ram_the_disk_has_it(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, ram_bytes=0, store=store) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
     with open_core(arch, n_spares=3, store=store) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
 
 
 @pytest.mark.parametrize("arch", ["mamba2", "gemma3"])
 def test_without_any_ram_and_without_spares_nothing_is_promised(memory, tmp_path, arch):
     with open_core(arch, memory=memory, ram_bytes=0, store=on(tmp_path / "states")) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.NOWHERE
 
 
@@ -251,20 +251,20 @@ def test_what_is_kept_nowhere_is_said_to_be(memory):
 def test_a_disk_that_does_not_answer_holds_up_no_reply_for_ever(memory, tmp_path, monkeypatch):
     monkeypatch.setattr("everwarm.engine.cache.offload.DISK_WAIT_S", 0.05)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
         hangs = threading.Event()
-        core.tier_writer.after_all(hangs.wait)
+        core.cache.tiers.after_all(hangs.wait)
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
         hangs.set()
-        core.tier_writer.flush()
+        core.cache.tiers.flush()
 
 
 def test_a_disk_that_refuses_is_not_said_to_have_it(memory, tmp_path):
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         without_room(core)
-        core.tier_writer.disk.put = lambda _header, _parts: False
+        core.cache.tiers.disk.put = lambda _header, _parts: False
         assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
 
 
@@ -278,7 +278,7 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
         conversation = RequestHandler(core, sent.append)
         loop = Loop(core, conversation.deliver)
         may_go_on = threading.Event()
-        core.ram._awaited.put(may_go_on.wait)
+        core.cache.ram._awaited.put(may_go_on.wait)
         for id, seed in ((1, 5), (2, 6)):
             conversation.handle(m.Submit(id=id, tokens=text(seed, 100), max_tokens=5, ignore_eos=True), loop)
         loop.stop()
@@ -290,7 +290,7 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
         assert sum(len(piece.tokens) for piece in sent if isinstance(piece, m.TextPiece)) == 10
         assert not any(isinstance(message, m.Done) for message in sent)
         may_go_on.set()
-        core.ram.flush()
+        core.cache.ram.flush()
         done = [message for message in sent if isinstance(message, m.Done)]
         assert [d.id for d in done] == [1, 2] and {d.kept for d in done} == {"ram"} and all(d.keep_s > 0 for d in done)
 
@@ -300,37 +300,40 @@ def test_the_last_frame_leaves_after_the_row_and_others_do_not_wait(memory):
 
 def test_a_turn_is_handed_to_the_disk_in_time_although_its_slot_is_busy_again(memory, tmp_path):
     with open_core(memory=memory, n_slots=1, store=on(tmp_path / "states")) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
-        assert core.tier_writer.disk.names() == frozenset() and core.tier_writer.lag_s(ended.receipt.ended_at + 3) == 3
+        assert (
+            core.cache.tiers.disk.names() == frozenset()
+            and core.cache.tier_writer.lag_s(ended.receipt.ended_at + 3) == 3
+        )
         submit(core, [*HISTORY, *ended.result.tokens, *NEW], 30)
         core.step()
         assert not core.slots[0].is_idle
-        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 0.9)
-        core.tier_writer.flush()
-        assert core.tier_writer.disk.names() == frozenset(), "not yet"
-        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 1.1)
-        core.tier_writer.flush()
+        core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 0.9)
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() == frozenset(), "not yet"
+        core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 1.1)
+        core.cache.tiers.flush()
         assert any(
             name.startswith("state-")
-            for name in {name for name in core.tier_writer.disk.names() if core.tier_writer.disk.has(name)}
+            for name in {name for name in core.cache.tiers.disk.names() if core.cache.tiers.disk.has(name)}
         )
-        assert core.tier_writer.lag_s(ended.receipt.ended_at + 9) == 0
+        assert core.cache.tier_writer.lag_s(ended.receipt.ended_at + 9) == 0
 
 
 def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", -1)
+    monkeypatch.setattr("everwarm.engine.tiers.lower_tiers.MAX_QUEUED", -1)
     with open_core(memory=memory, store=on(tmp_path / "states")) as core:
-        core.tier_writer.wait_open(30)
+        core.cache.tiers.wait_open(30)
         ended = finish(core, HISTORY, 4, stable=STABLE)
-        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 5)
-        assert not core.tier_writer.tidy(core.slots) and core.nap_s is not None
-        core.tier_writer.flush()
-        assert core.tier_writer.disk.names() == frozenset()
-        monkeypatch.setattr("everwarm.engine.tiers.tier_writer.MAX_QUEUED", 1 << 30)
-        core.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
-        core.tier_writer.flush()
-        assert core.tier_writer.disk.names()
+        core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 5)
+        assert not core.cache.tier_writer.tidy(core.slots) and core.nap_s is not None
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() == frozenset()
+        monkeypatch.setattr("everwarm.engine.tiers.lower_tiers.MAX_QUEUED", 1 << 30)
+        core.cache.tier_writer.tidy_overdue(core.slots, ended.receipt.ended_at + 6)
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names()
 
 
 def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
@@ -338,8 +341,8 @@ def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
         ended = finish(core, HISTORY, 4, stable=STABLE)
         assert where(core, ended) is Where.RAM
         with as_it_is(memory) as left, open_core(memory=left) as after:
-            assert after.tree.ram_bytes, "this test could not fail"
+            assert after.cache.tree.ram_bytes, "this test could not fail"
         del ended
-        core.dropper.drop(core.tree.root(""))
+        core.cache.dropper.drop(core.cache.tree.root(""))
         with as_it_is(memory) as left, open_core(memory=left) as after:
-            assert not after.tree.ram_bytes
+            assert not after.cache.tree.ram_bytes

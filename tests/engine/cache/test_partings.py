@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from everwarm.engine.cache.partings import EARLIER, MAX_CONTEXTS, MAX_PLACES, Partings
 from everwarm.prompt.prompt import Prompt
+from everwarm.state.partings import EARLIER, MAX_CONTEXTS, MAX_PLACES, Partings
 from everwarm.state.policy import GUARD, CheckpointParams, CutKind
 from support.drive import open_core, run, text, tidy
 
@@ -29,13 +29,17 @@ def test_joints_make_cuts_closer_only_where_ram_has_room():
     joints = tuple(range(40, 700, 40))
     with open_core(checkpoints=CheckpointParams(every_n_tokens=300)) as core:
         run(core, HEAD + ONE + TAIL, stable=STABLE, joints=joints)
-        ends = [node.n_items for node in core.tree.nodes() if node.checkpoint and node.checkpoint.kind is CutKind.GUESS]
+        ends = [
+            node.n_items
+            for node in core.cache.tree.nodes()
+            if node.checkpoint and node.checkpoint.kind is CutKind.GUESS
+        ]
         assert len(ends) >= 4
         assert all(end in joints for end in ends)
         tidy(core)
-        core.ram_budget.n_bytes = int(core.tree.ram_bytes * 1.1)
+        core.cache.ram_budget.n_bytes = int(core.cache.tree.ram_bytes * 1.1)
         run(core, text(9, 720), stable=700, joints=joints)
-        new = [node for node in core.tree.nodes() if node.n_items and node.path.codes[0] == 9 and node.checkpoint]
+        new = [node for node in core.cache.tree.nodes() if node.n_items and node.path.codes[0] == 9 and node.checkpoint]
         assert new
         assert not any(node.checkpoint.kind is CutKind.GUESS for node in new), "where RAM is nearly full"
 
@@ -43,10 +47,10 @@ def test_joints_make_cuts_closer_only_where_ram_has_room():
 def test_a_guess_takes_no_spare_from_another_checkpoint():
     with open_core(n_spares=2, n_slots=1, checkpoints=WIDE) as core:
         run(core, HEAD + TAIL, stable=600)
-        parked = {node.id for _, node in core.spares.parked()}
+        parked = {node.id for _, node in core.cache.residents.spares.parked()}
         run(core, [*HEAD, *TAIL, *ONE, *text(5, 200)], max_tokens=0, volatile=(760, 820, 880))
         assert len(parked) == 2
-        kinds = [node.checkpoint.kind for _, node in core.spares.parked()]
+        kinds = [node.checkpoint.kind for _, node in core.cache.residents.spares.parked()]
         assert CutKind.GUESS not in kinds
 
 
@@ -103,4 +107,4 @@ def test_a_parting_at_the_beginning_of_a_message_teaches_nothing():
     with open_core(checkpoints=WIDE) as core:
         for value in (ONE, OTHER):
             run(core, HEAD + value + TAIL, stable=STABLE, boundaries=(AT - 3,))
-        assert core.partings.places("", Prompt.of_tokens(text(8, 300) + HEAD[-6:] + ONE), 0) == []
+        assert core.starter.cut_planner.partings.places("", Prompt.of_tokens(text(8, 300) + HEAD[-6:] + ONE), 0) == []

@@ -86,9 +86,9 @@ def test_it_is_counted_apart_and_counts_as_used_once_it_was():
         offer(core)
         idle(core)
         assert before == (core.counts.n_requests, core.counts.n_prompt, core.counts.n_avoidable)
-        assert core.checkpoint_stats.n_prewarms_used == 0
+        assert core.cache.checkpoint_stats.n_prewarms_used == 0
         run(core, NEXT)
-        assert core.checkpoint_stats.n_prewarms_used == 1
+        assert core.cache.checkpoint_stats.n_prewarms_used == 1
 
 
 def test_nothing_is_read_when_the_next_request_goes_on_from_what_is_there():
@@ -177,7 +177,7 @@ def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
         idle(core)
         slot_io.erase(core, core.slots[0], "")
         check(core)
-        kinds = [node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint]
+        kinds = [node.checkpoint.kind for node in core.cache.tree.nodes() if node.checkpoint]
         assert CutKind.PREWARM not in kinds
         assert run(core, NEXT).n_cached == 0
 
@@ -185,20 +185,20 @@ def test_erasing_a_slot_forgets_what_was_read_ahead_as_well():
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_nothing_that_was_only_read_ahead_is_written_to_disk(arch, tmp_path):
     with open_core(arch, store=StoreSettings(str(tmp_path), restore_policy="always")) as core:
-        core.tier_writer.wait_open(20)
+        core.cache.tiers.wait_open(20)
         talk(core)
         idle(core)
-        core.tier_writer.flush()
-        before = core.tier_writer.disk.names()
+        core.cache.tiers.flush()
+        before = core.cache.tiers.disk.names()
         offer(core)
         idle(core)
         assert core.counts.n_prewarm_tokens >= len(ANSWER)
-        core.tier_writer.flush()
-        assert before and core.tier_writer.disk.names() == before
+        core.cache.tiers.flush()
+        assert before and core.cache.tiers.disk.names() == before
         run(core, NEXT, stable=len(NEXT))
         idle(core)
-        core.tier_writer.flush()
-        assert core.tier_writer.disk.names() > before, "this test could not fail"
+        core.cache.tiers.flush()
+        assert core.cache.tiers.disk.names() > before, "this test could not fail"
 
 
 def test_stopping_while_it_reads_loses_nothing(tmp_path):
@@ -230,7 +230,7 @@ def test_stopping_while_a_prompt_is_read_keeps_what_was_read(tmp_path):
 
 
 def kinds_in_ram(core: Core) -> set[CutKind]:
-    kept = (node.checkpoint for node in core.tree.nodes() if node.checkpoint is not None)
+    kept = (node.checkpoint for node in core.cache.tree.nodes() if node.checkpoint is not None)
     return {checkpoint.kind for checkpoint in kept if checkpoint.state is not None}
 
 
@@ -242,7 +242,7 @@ def test_the_end_of_a_reply_goes_if_the_next_turn_will_not_continue_it(way, n_sp
         reply = run(core, prompt, 40, stable=len(HISTORY)).tokens
         idle(core)
         assert CutKind.REPLY in kinds_in_ram(core)
-        n_bytes = core.tree.ram_bytes
+        n_bytes = core.cache.tree.ram_bytes
         is_continued = way == "as it was"
         following = [*prompt, *reply, *ANSWER] if is_continued else SHOWN
         offer(core, following)
@@ -253,7 +253,7 @@ def test_the_end_of_a_reply_goes_if_the_next_turn_will_not_continue_it(way, n_sp
             assert run(core, prompt, 2).n_processed == 0, "an identical prompt is still parked"
         result = run(core, [*following, *NEW])
         assert result.n_processed <= len(NEW) + GUARD
-        assert core.tree.ram_bytes > n_bytes - n_bytes // 2
+        assert core.cache.tree.ram_bytes > n_bytes - n_bytes // 2
 
 
 def test_of_another_conversation_nothing_goes():

@@ -104,7 +104,7 @@ def test_a_state_with_kv_of_another_reading_is_not_called_clean(arch: str) -> No
         for i in range(6):
             other = [*base, *OPENING, *text(2 + i % 2, 40 + 10 * i)]
             run(core, [*other, *OPENING], 6, boundaries=(200, len(other)), stable=len(other))
-            core.room.clear()
+            core.cache.room.clear()
             check(core)
         report = compare_with_cold(core, 8)
     assert report.is_exact, report
@@ -119,7 +119,7 @@ def test_another_engine_goes_on_with_the_same_bits_and_back(arch: str, url: str)
         for core in (one, two, one, two, one, two):
             chat.turn(core)
             put_away(core)
-        assert two.tier_writer.remote.counts.n_hits == 3
+        assert two.cache.tiers.remote.counts.n_hits == 3
     assert chat.regret <= 0, chat.regrets
     assert same(chat.rows, golden.rows)
     with open_core(arch, n_slots=1) as core:
@@ -153,7 +153,7 @@ def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypat
         turns(core, Chat(1), 1, boundaries=(150,), stable=150)
         tidy(core)
         chat.turn(core)
-        assert core.tier_writer.remote.counts.n_hits == 1
+        assert core.cache.tiers.remote.counts.n_hits == 1
     assert same(chat.rows, golden.rows) or not exact
     assert (chat.regret <= 0) == exact, f"KV of another reading was of use: {chat.regrets}"
 

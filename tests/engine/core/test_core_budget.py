@@ -17,7 +17,7 @@ KIB = 1024
 
 
 def leaves(core: Core) -> Iterator[Node]:
-    return (node for node in core.tree.nodes() if not node.children)
+    return (node for node in core.cache.tree.nodes() if not node.children)
 
 
 def most_on_a_path(core: Core) -> int:
@@ -55,7 +55,7 @@ def test_zero_switches_the_mechanism_off(arch, n_spares):
         first = run(core, text(1, 100))
         run(core, text(2, 100), boundaries=(50,))
         again = run(core, text(1, 100))
-        assert checkpoints(core) == [] and core.checkpoint_stats.n_created == 0
+        assert checkpoints(core) == [] and core.cache.checkpoint_stats.n_created == 0
         assert again.tokens == first.tokens
         assert (again.n_cached > 0) == (arch == "llama")  # KV alone needs no checkpoints
 
@@ -102,11 +102,11 @@ def test_a_budget_that_shrinks_is_honoured_at_once():
     with open_core(n_slots=1) as core:
         for seed in range(6):
             run(core, text(seed, 150), boundaries=(60,))
-        before = core.tree.ram_bytes
-        core.ram_budget.n_bytes = before // 3
-        core.ram_budget.enforce()
+        before = core.cache.tree.ram_bytes
+        core.cache.ram_budget.n_bytes = before // 3
+        core.cache.ram_budget.enforce()
         check(core)
-        assert 0 < core.tree.ram_bytes <= before // 3
+        assert 0 < core.cache.tree.ram_bytes <= before // 3
         assert_greedy(core, text(1, 150), run(core, text(1, 150)))
 
 
@@ -114,10 +114,10 @@ def test_the_ledger_is_zero_when_everything_was_evicted():
     with open_core(n_slots=1) as core:
         for seed in range(3):
             run(core, text(seed, 100))
-        core.ram_budget.n_bytes = 0
-        core.ram_budget.enforce()
+        core.cache.ram_budget.n_bytes = 0
+        core.cache.ram_budget.enforce()
         check(core)
-        assert core.tree.ram_bytes == 0
+        assert core.cache.tree.ram_bytes == 0
 
 
 @pytest.mark.parametrize("arch", EVERY_KIND)
@@ -174,7 +174,7 @@ def test_every_checkpoint_made_restored_or_dropped_is_one_line(caplog, n_spares)
             history = [*history, *run(core, history).tokens, *text(5 + turn, 40)]
             run(core, text(50 + turn, 100))
         run(core, text(52, 100))
-        counts = core.checkpoint_stats
+        counts = core.cache.checkpoint_stats
     assert min(counts.n_created, counts.n_restored, counts.n_dropped) > 0
     assert len(lines(caplog, "checkpoint created")) == counts.n_created
     assert len(lines(caplog, "checkpoint restored")) == counts.n_restored
@@ -206,9 +206,9 @@ def test_a_full_reread_after_eviction_says_so(caplog):
     with open_core(n_slots=1) as core:
         run(core, text(1, 100))
         run(core, text(2, 100))
-        for node in list(core.tree.nodes()):
+        for node in list(core.cache.tree.nodes()):
             if node.segment is not None:
-                core.tree.drop_segment(node)
+                core.cache.tree.drop_segment(node)
         run(core, text(1, 100))
     assert lines(caplog, "full re-read")[-1].endswith("its KV or its checkpoints were evicted")
 

@@ -56,7 +56,7 @@ def test_an_identical_prompt_is_hardly_read_and_answers_the_same(arch, n_spares,
     prompt = text(3, n)
     with open_core(arch, n_spares=n_spares) as core:
         first, second, third = (run(core, prompt, 6) for _ in range(3))
-        spares = len(core.spares)
+        spares = len(core.cache.residents.spares)
     assert first.n_cached == 0
     for again in (second, third):
         assert again.tokens == first.tokens

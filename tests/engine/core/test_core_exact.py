@@ -140,7 +140,7 @@ def test_plain_attention_takes_no_checkpoints_and_reads_one_token_of_an_identica
         run(core, prompt, 4)
         again = run(core, prompt, 4)
         assert again.n_processed == 1
-        assert core.checkpoint_stats.n_created == 0 and len(core.spares) == 0
+        assert core.cache.checkpoint_stats.n_created == 0 and len(core.cache.residents.spares) == 0
 
 
 @pytest.mark.parametrize("at", [1, 37, 99])
@@ -236,7 +236,7 @@ def test_kv_of_an_unknown_history_is_never_put_under_a_clean_state():
     with open_core(n_slots=1) as core:
         for turn in (prompt, [*prompt[:30], *text(3, 40)]):
             run(core, turn, 4, deterministic=True)
-        for node in core.tree.nodes():
+        for node in core.cache.tree.nodes():
             if node.segment is not None:
                 node.segment.chunks = None
         turn = [*prompt[:30], *text(4, 40)]

@@ -54,7 +54,7 @@ class Talk:
     def end_of(self, history: str) -> Node:
         """The checkpoint near the end of this history."""
         prompt = self.tokenizer.tokenize(history)
-        match = self.core.tree.match("", prompt, len(prompt))
+        match = self.core.cache.tree.match("", prompt, len(prompt))
         return match.usable[0]
 
 

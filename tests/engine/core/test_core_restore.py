@@ -25,11 +25,13 @@ def crowded(core: Core) -> None:
     """``SECOND`` lies in RAM; ``FIRST`` is in the slot, and its first 100 tokens are parked as well."""
     run(core, SECOND, 4, boundaries=(60,))
     run(core, FIRST, 4, boundaries=(100,), deterministic=True)  # moves everybody out first
-    assert [node and node.n_items for node in map(core.spares.node, core.spares)] == [100]
+    assert [node and node.n_items for node in map(core.cache.residents.spares.node, core.cache.residents.spares)] == [
+        100
+    ]
 
 
 def give_away(core: Core, tokens: list[int]) -> None:
-    core.room.vacate(slot_holding(core, tokens))
+    core.cache.room.vacate(slot_holding(core, tokens))
     check(core)
 
 
@@ -103,8 +105,8 @@ def test_saving_the_old_conversation_does_not_evict_the_one_being_brought_back()
     with open_core("llama", n_slots=1) as core:
         run(core, short)
         run(core, long)
-        per_token = core.tree.ram_bytes / 103
-        core.ram_budget.n_bytes = int(per_token * 250)  # room for one and a half of them
+        per_token = core.cache.tree.ram_bytes / 103
+        core.cache.ram_budget.n_bytes = int(per_token * 250)  # room for one and a half of them
         result = run(core, [*short, *text(3, 10)])
         assert result.n_cached == 100
         assert_greedy(core, [*short, *text(3, 10)], result)

@@ -110,7 +110,7 @@ def test_a_request_cancelled_in_the_queue_never_starts():
         core.cancel(request.id)
         result = drain(core)[request.id]
         assert result.finish is Finish.CANCELLED and result.tokens == ()
-        assert core.counts.n_requests == 0 and core.tree.ram_bytes == 0
+        assert core.counts.n_requests == 0 and core.cache.tree.ram_bytes == 0
 
 
 @SPARES

@@ -63,7 +63,7 @@ def here(monkeypatch, capsys) -> Run:
 def kept_core(directory: Path, arch: str = "qwen35", **settings):
     store = StoreSettings(str(directory), 1 << 30, restore_policy="always")
     with open_core(arch, store=store, **settings) as core:
-        assert core.tier_writer.disk.is_on
+        assert core.cache.tiers.disk.is_on
         yield core
 
 

@@ -40,10 +40,12 @@ def test_pages_of_any_size_show_every_node_once_after_its_parent(arch, limit):
         talk(core)
         seen = pages(core, limit)
         ids = [node.id for node in seen]
-        hidden = {root.id for root in core.tree.roots() if not root.children}
-        assert len(ids) == len(set(ids)) and set(ids) == core.tree.census.by_id.keys() - hidden
+        hidden = {root.id for root in core.cache.tree.roots() if not root.children}
+        assert len(ids) == len(set(ids)) and set(ids) == core.cache.tree.census.by_id.keys() - hidden
         assert all(node.parent is None or node.parent in ids[:i] for i, node in enumerate(seen))
-        assert sum(node.state_bytes + node.kv_bytes for node in seen) == pytest.approx(core.tree.ram_bytes, rel=0.02)
+        assert sum(node.state_bytes + node.kv_bytes for node in seen) == pytest.approx(
+            core.cache.tree.ram_bytes, rel=0.02
+        )
 
 
 def test_a_page_goes_on_where_it_was_although_the_tree_has_grown_and_says_so_when_it_cannot():
@@ -51,7 +53,7 @@ def test_a_page_goes_on_where_it_was_although_the_tree_has_grown_and_says_so_whe
         talk(core)
         page = turn_page(core, m.AskTree(1, 4), lambda id: id)
         run(core, [*SHARED, *text(9, 60)])
-        rest = list(walk(core.tree.roots(), core.tree.census.by_id[page.next or 0]))
+        rest = list(walk(core.cache.tree.roots(), core.cache.tree.census.by_id[page.next or 0]))
         assert rest[0].id == page.next and not {row.seen.id for row in page.rows} & {node.id for node in rest}
         with pytest.raises(TreeChanged) as refused:
             turn_page(core, m.AskTree(1, 4, after=1), lambda id: id)
@@ -63,19 +65,19 @@ def test_a_page_goes_on_where_it_was_although_the_tree_has_grown_and_says_so_whe
 def test_what_is_dropped_is_gone_and_what_lies_above_it_is_still_warm(arch, n_spares):
     with open_core(arch, n_spares=n_spares if arch != "mamba2" else 0) as core:
         talk(core)
-        (junction, *_) = [node for node in core.tree.nodes() if len(node.children) > 1]
+        (junction, *_) = [node for node in core.cache.tree.nodes() if len(node.children) > 1]
         child = next(iter(junction.children.values()))
         gone = child.path
-        core.dropper.drop(child)
+        core.cache.dropper.drop(child)
         check(core)
-        assert child.id not in core.tree.census.by_id
+        assert child.id not in core.cache.tree.census.by_id
         again = run(core, gone.codes.tolist()[:260])
         assert again.n_cached <= junction.n_items, "it was forgotten"
         assert again.n_cached >= 190, "what others share was not"
-        for root in core.tree.roots():
-            core.dropper.drop(root)
+        for root in core.cache.tree.roots():
+            core.cache.dropper.drop(root)
         check(core)
-        assert core.tree.ram_bytes == 0 and summary(core)["tiers"]["device"] == {"n_states": 0, "n_cells": 0}
+        assert core.cache.tree.ram_bytes == 0 and summary(core)["tiers"]["device"] == {"n_states": 0, "n_cells": 0}
         assert run(core, gone.codes.tolist()[:260]).n_cached == 0
 
 
@@ -83,14 +85,14 @@ def test_one_that_runs_goes_on_while_its_lineage_is_dropped():
     with open_core() as core:
         prompt = [*SHARED, *text(2, 60)]
         alone = run(core, prompt, 20).tokens
-        for root in core.tree.roots():
-            core.dropper.drop(root)
+        for root in core.cache.tree.roots():
+            core.cache.dropper.drop(root)
         request = submit(core, prompt, 20)
         step_until(core, NewToken)
         seen = pages(core, 1000)
         (running,) = [node.running for node in seen if node.running]
         assert running[0] == request.id and running[2] == len(prompt)
-        for root in core.tree.roots():
-            core.dropper.drop(root)
+        for root in core.cache.tree.roots():
+            core.cache.dropper.drop(root)
             check(core)
         assert drain(core)[request.id].tokens == alone

@@ -118,7 +118,7 @@ def test_a_page_goes_on_where_it_was_and_says_so_when_it_cannot(tmp_path):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        disk = DiskView(core.tier_writer)
+        disk = DiskView(core.cache.tiers)
         page = ask_tree(core, m.AskTree(1, 2), disk)
         assert page.next is not None and page.next < 0
         for after in (page.next - 1, -1):
@@ -134,13 +134,13 @@ def test_only_headers_are_read_and_each_of_them_once(tmp_path, monkeypatch):
     with kept_core(tmp_path) as core:
         talk(core)
     with kept_core(tmp_path) as core:
-        assert core.tier_writer.disk.is_on
+        assert core.cache.tiers.disk.is_on
         read: list[str] = []
         monkeypatch.setattr(ObjectReader, "read", lambda _, name: read.append(name))
-        disk, before = DiskView(core.tier_writer), core.tier_writer.disk.counts.n_read
+        disk, before = DiskView(core.cache.tiers), core.cache.tiers.disk.counts.n_read
         for _ in range(3):
             ask_tree(core, m.AskTree(1, 100, words_of=""), disk)
-        assert not read and core.tier_writer.disk.counts.n_read - before == 3
+        assert not read and core.cache.tiers.disk.counts.n_read - before == 3
 
 
 @pytest.mark.parametrize("how", ["gone", "damaged"])
@@ -151,8 +151,8 @@ def test_what_vanishes_while_it_is_looked_at_is_left_out(tmp_path, how):
         whole = pages(core)
         (second,) = [node for node in whole if node.n_children and node.start]
     with kept_core(tmp_path) as core:
-        assert core.tier_writer.disk.is_on
-        names = {kept.n_items: kept.name for kept in core.tier_writer.disk.objects() if kept.kind == "state"}
+        assert core.cache.tiers.disk.is_on
+        names = {kept.n_items: kept.name for kept in core.cache.tiers.disk.objects() if kept.kind == "state"}
         middle = next(path for path in files(tmp_path, "state") if path.name == names[second.end])
         middle.unlink() if how == "gone" else middle.write_bytes(middle.read_bytes()[:-9] + b"x" * 9)
         at_once = ask_tree(core, m.AskTree(1, 100)).nodes
@@ -180,16 +180,16 @@ def test_what_is_on_disk_is_looked_up_without_the_tree(tmp_path):
     with kept_core(tmp_path) as core, ThreadPoolExecutor(1) as aside:
         run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
         before = shape(pages(core))
-        disk = DiskView(core.tier_writer, most_copied=2)
-        assert not disk.copy_places(core.tree), "this test could not fail"
+        disk = DiskView(core.cache.tiers, most_copied=2)
+        assert not disk.copy_places(core.cache.tree), "this test could not fail"
         page = begin_page(core, m.AskTree(1, 100, words_of=""), disk)
-        for node in core.tree.nodes():
+        for node in core.cache.tree.nodes():
             node.__class__ = OnOneThread
         seen = aside.submit(finish_page, page, disk, core.model.vocab).result()
         assert_sound(seen.nodes)
         assert shape(seen.nodes) == before and on_disk(seen.nodes)
         with pytest.raises(AssertionError, match="another thread reads n_items"):
-            aside.submit(lambda: core.tree.root(NAMESPACE).n_items).result()
+            aside.submit(lambda: core.cache.tree.root(NAMESPACE).n_items).result()
 
 
 # forgetting
@@ -221,9 +221,9 @@ def test_what_is_only_on_disk_is_dropped_with_everything_below_it_and_nothing_el
 
 def is_cut(doomed: m.NodeSeen, core: Core, prompt: list[int]) -> bool:
     """Whether a node that was dropped lay on the way of a prompt: by what the disk finds for it now."""
-    assert core.tier_writer.disk.is_on
-    root = root_key(core.tier_writer.fingerprint, NAMESPACE)
-    found = core.tier_writer.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
+    assert core.cache.tiers.disk.is_on
+    root = root_key(core.cache.tiers.fingerprint, NAMESPACE)
+    found = core.cache.tiers.disk.find(root, Prompt.of_tokens(prompt), len(prompt))
     return found is None or found.n_items <= doomed.start
 
 
@@ -234,7 +234,7 @@ def test_whoever_drops_a_node_drops_what_hangs_below_it_on_disk_alone(tmp_path):
     with kept_core(tmp_path) as core:
         run(core, [*prompt, *text(9, 30)], namespace=NAMESPACE)
         put_away(core)
-        root = core.tree.namespaces()[NAMESPACE]
+        root = core.cache.tree.namespaces()[NAMESPACE]
         assert on_disk(pages(core))
         assert order(core, "drop", root.id)["dropped"] > 6
         assert not files(tmp_path) and not pages(core)
@@ -295,7 +295,7 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
     parting = [*SHARED, *text(3, 60)]
     with kept_core(tmp_path) as core:
         run(core, known, namespace=NAMESPACE)
-        core.dropper.drop(core.tree.root(NAMESPACE))
+        core.cache.dropper.drop(core.cache.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
         assert why is not None and why.diverged is not None
         assert why.diverged.known == items_text(core.model.vocab, Prompt.of_tokens(known[200:216]))
@@ -346,21 +346,21 @@ def test_users_pin_within_their_quota(tmp_path):
         *_, first, last = [node for node in pages(core) if node.kind is not None]
         shape = core.sizes.shape
         least = first.end * shape.kv_bytes_per_token + shape.state_bytes
-        share = least / core.ram_budget.n_bytes
+        share = least / core.cache.ram_budget.n_bytes
         for node in (first, last):
             assert order(core, "pin", node.id, pin_quota=share / 2).code == "pin_quota_exceeded"
         assert order(core, "pin", last.id, pin_quota=20 * share)["pinned"] is True
         assert order(core, "pin", last.id, pin_quota=share / 2)["pinned"] is True, "it is already"
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
-        assert core.tier_writer.disk.is_on
-        held = pinned_on_disk(core.tier_writer.disk, short_key(root_key(core.tier_writer.fingerprint, NAMESPACE)))
+        assert core.cache.tiers.disk.is_on
+        held = pinned_on_disk(core.cache.tiers.disk, short_key(root_key(core.cache.tiers.fingerprint, NAMESPACE)))
         assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
-        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.ram_budget.n_bytes).status == 403
+        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.cache.ram_budget.n_bytes).status == 403
         run(core, [*SHARED, *text(300, 50)], namespace=NAMESPACE)
         fresh = next(node for node in pages(core) if node.id > 0 and node.kind is not None and not node.pinned)
-        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.ram_budget.n_bytes).status == 403
+        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.cache.ram_budget.n_bytes).status == 403
         assert order(core, "pin", fresh.id)["pinned"] is True, "an admin's has no bound"
 
 
@@ -386,11 +386,11 @@ def test_whatever_happens_every_state_on_disk_is_shown_exactly_once(tmp_path, se
                     put_away(core)
                 nodes = pages(core, rng.choice([2, 1000]))
                 assert_sound(nodes)
-                assert core.tier_writer.disk.is_on
-                core.tier_writer.flush()
-                whole = {name for name in core.tier_writer.disk.names() if core.tier_writer.disk.has(name)}
+                assert core.cache.tiers.disk.is_on
+                core.cache.tiers.flush()
+                whole = {name for name in core.cache.tiers.disk.names() if core.cache.tiers.disk.has(name)}
                 states = [
-                    kept for kept in core.tier_writer.disk.objects() if kept.kind == "state" and kept.name in whole
+                    kept for kept in core.cache.tiers.disk.objects() if kept.kind == "state" and kept.name in whole
                 ]
                 shown = sorted(node.end for node in pages(core) if "disk" in node.state_tiers)
                 assert shown == sorted(kept.n_items for kept in states)

@@ -283,7 +283,7 @@ def test_the_engine_says_what_it_gave_up_and_for_what():
     with open_core(n_slots=1, n_spares=0) as core:
         run(core, HISTORY)
         tidy(core)
-        core.ram_budget.n_bytes = core.tree.ram_bytes  # full
+        core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes  # full
         asked = [text(seed, 400) for seed in (9, 8, 7)]
         reasons = []
         for prompt in [*asked, *asked]:
@@ -292,7 +292,7 @@ def test_the_engine_says_what_it_gave_up_and_for_what():
         again = [each for each in reasons if each is not None and each.again is Reason.EVICTED]
         assert again and all(each.evicted is not None for each in again)
         evicted = again[0].evicted
-        assert 0 < evicted.at <= 400 and evicted.budget_bytes == core.ram_budget.n_bytes
+        assert 0 < evicted.at <= 400 and evicted.budget_bytes == core.cache.ram_budget.n_bytes
         assert evicted.worth >= 0 and evicted.least_kept is not None and 0 <= evicted.ago_s < 600
 
 
@@ -317,14 +317,14 @@ def test_a_refused_state_is_named(monkeypatch):
 
         monkeypatch.setattr(type(core.context), "restore", refuse)
         assert reason(core, HISTORY) is Reason.REFUSED
-        assert core.checkpoint_stats.n_quarantined > 0
+        assert core.cache.checkpoint_stats.n_quarantined > 0
 
 
 def test_no_cache_and_deterministic_are_named():
     with open_core(n_slots=2) as core:
         run(core, HISTORY)
         assert reason(core, HISTORY, use_cache=False) is Reason.CACHE_OFF
-        for node in core.tree.nodes():
+        for node in core.cache.tree.nodes():
             if node.checkpoint is not None:
                 node.checkpoint.clean = False
         assert reason(core, HISTORY, deterministic=True) is Reason.DETERMINISTIC
@@ -381,7 +381,7 @@ def one_kept(tmp_path, **settings) -> None:
 def test_loading_that_is_slower_than_reading_is_named(tmp_path):
     one_kept(tmp_path)
     with kept_core(tmp_path, policy="auto") as core:
-        core.loader._read_rate, core.speed.seconds_per_token = 1.0, 1e-9
+        core.cache.loader._read_rate, core.speed.seconds_per_token = 1.0, 1e-9
         found = run(core, HISTORY).why
         assert found is not None and (found.reason, found.n_shared) == (Reason.LOAD_SLOWER, STABLE)
     with kept_core(tmp_path) as core:
@@ -395,7 +395,7 @@ def test_a_damaged_object_is_named(tmp_path):
         def broken(*_):
             raise Damaged("it is not what it was")
 
-        core.loader._load = broken
+        core.cache.loader._load = broken
         assert reason(core, HISTORY) is Reason.REFUSED
 
 
@@ -414,7 +414,7 @@ def test_looking_elsewhere_survives_rubbish(tmp_path):
         index.write_bytes(b"rubbish")
     (tmp_path / "states" / "v1-nothing").mkdir()
     with kept_core(tmp_path, flash_attention="on") as core:
-        assert core.tier_writer.foreign_prompts.states == {}
+        assert core.cache.tiers.foreign_prompts.states == {}
         assert reason(core, HISTORY) is Reason.NEW
 
 

@@ -11,6 +11,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request, Result
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import fit
+from everwarm.engine.scheduling.step_plan import oldest_first
 from everwarm.errors import ContextFull
 from support.drive import EVERY_KIND, assert_greedy, check, open_core, submit, text
 
@@ -37,7 +38,7 @@ class Watched:
         return sum(request.room + 1 for request in self.asked.values())
 
     def step(self) -> None:
-        order = self.core.oldest_first()
+        order = oldest_first(self.core.slots)
         oldest = self.core.slots[order[0]] if order else None
         request, n_fed = (oldest.request, oldest.n_fed) if oldest else (None, 0)
         n_items = 0 if request is None else request.n_items
@@ -110,9 +111,9 @@ def test_whatever_comes_every_request_ends_and_the_oldest_always_moves(arch, see
 
 def stop_in_vain(core, grants, events):
     """How a step once made room: it suspended somebody and decoded nothing."""
-    if not grants or core.room.make_room(sum(grant.n_tokens for grant in grants)):
+    if not grants or core.cache.room.make_room(sum(grant.n_tokens for grant in grants)):
         return grants
-    kept = fit(grants, core.oldest_first(), core.context.cells.free)
+    kept = fit(grants, oldest_first(core.slots), core.context.cells.free)
     if not kept:
         core._make_way(ContextFull("every cell is taken"), events)
     return kept
@@ -181,17 +182,17 @@ def test_a_loop_that_turns_in_vain_is_named_once_and_cleared(monkeypatch, caplog
 @pytest.mark.parametrize("arch", ["qwen35", "gemma3", "llama"])
 def test_a_restore_takes_just_the_cells_that_admission_counted(arch, seed):
     with open_core(arch, width=64, n_ctx=512, n_slots=4, n_spares=4) as core:
-        counted, bring, cells = [], core.restorer.bring, core.context.cells
+        counted, bring, cells = [], core.cache.restorer.bring, core.context.cells
 
         def checked(slot, goal, match, sources):
             running = [other.seq for other in core.slots if other.request is not None]
-            expected = core.restorer.n_cells_beside(slot, goal, running)
+            expected = core.cache.restorer.n_cells_beside(slot, goal, running)
             restored = bring(slot, goal, match, sources)
             n_left = goal.prompt.n_tokens(len(goal.prompt)) - goal.prompt.n_tokens(restored.n_items)
             counted.append((expected, cells.used_by([*running, slot.seq]) + n_left, restored.n_items))
             return restored
 
-        core.restorer.bring = checked
+        core.cache.restorer.bring = checked
         play(seed, Watched(core))
         play(seed + 100, Watched(core))
         assert [expected for expected, _, _ in counted] == [really for _, really, _ in counted]

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request
-from everwarm.engine.scheduling import turns
+from everwarm.engine.scheduling import admission, turns
 from everwarm.engine.scheduling.turns import TurnTaking, next_side
 from everwarm.state.lineage import chunk_at, is_begun_by, is_seated_at
 from support.drive import EVERY_KIND, drain, open_core, record_logits, run, submit, text
@@ -25,7 +24,7 @@ def alone_rows(core: Core) -> list[np.ndarray]:
     def sorting(feeds):
         n = len(rows)
         decode(feeds)
-        if core.turns.is_alone:
+        if core.admission.turns.is_alone:
             own.extend(rows[n:])
 
     core.context.decode = sorting
@@ -34,7 +33,7 @@ def alone_rows(core: Core) -> list[np.ndarray]:
 
 def in_turns(core: Core, prompt: list[int], n_beside: int = 2, **more) -> tuple[Request, list[np.ndarray], dict]:
     """A deterministic request beside others, with turns of a single step."""
-    core.turns.turn_s = 0.0
+    core.admission.turns.turn_s = 0.0
     rows = alone_rows(core)
     others = [submit(core, text(20 + i, 30), N_REPLY) for i in range(n_beside)]
     asked = submit(core, prompt, N_REPLY, deterministic=True, boundaries=(100,), **more)
@@ -81,9 +80,9 @@ def test_the_control_a_window_that_is_seated_only_when_somebody_waits_gives_othe
     with open_core("gemma3", **one) as core:
         expected = record_logits(core)
         run(core, LONG, 250, deterministic=True, boundaries=(100,))
-    monkeypatch.setattr(core_module, "can_pause", lambda slot: slot.n_fed % 37 == 0)
+    monkeypatch.setattr(admission, "can_pause", lambda slot: slot.n_fed % 37 == 0)
     with open_core("gemma3", **one) as core:
-        core.turns.turn_s = 0.0
+        core.admission.turns.turn_s = 0.0
         rows = alone_rows(core)
         submit(core, LONG, 250, deterministic=True, boundaries=(100,))
         submit(core, text(2, 36), 4)
@@ -95,7 +94,7 @@ def test_the_control_a_window_that_is_seated_only_when_somebody_waits_gives_othe
 @pytest.mark.parametrize("arch", ["qwen35", "mamba2", "llama"])
 def test_others_are_answered_while_a_deterministic_request_goes_on(arch):
     with open_core(arch, **SMALL) as core:
-        core.turns.turn_s = 0.0
+        core.admission.turns.turn_s = 0.0
         long = submit(core, text(1, 20), 300, deterministic=True)
         for _ in range(5):
             core.step()
@@ -107,7 +106,7 @@ def test_others_are_answered_while_a_deterministic_request_goes_on(arch):
 
 def test_the_control_without_an_end_of_its_turn_it_keeps_everybody_waiting():
     with open_core(**SMALL) as core:
-        core.turns.turn_s = float("inf")
+        core.admission.turns.turn_s = float("inf")
         long = submit(core, text(1, 20), 300, deterministic=True)
         core.step()
         short = submit(core, text(2, 20), 3)
@@ -117,7 +116,7 @@ def test_the_control_without_an_end_of_its_turn_it_keeps_everybody_waiting():
 
 def test_deterministic_requests_take_turns_with_each_other_and_no_stream_of_them_keeps_the_others_out():
     with open_core(**SMALL) as core:
-        core.turns.turn_s = 0.0
+        core.admission.turns.turn_s = 0.0
         alone = [submit(core, text(1 + i, 20), 30, deterministic=True) for i in range(5)]
         crowd = [submit(core, text(40 + i, 20), 10) for i in range(2)]
         ran: list[int] = []
@@ -138,7 +137,7 @@ def test_deterministic_requests_take_turns_with_each_other_and_no_stream_of_them
 
 def test_one_that_waits_to_run_alone_is_dropped_when_it_is_cancelled():
     with open_core(**SMALL) as core:
-        core.turns.turn_s = 0.0
+        core.admission.turns.turn_s = 0.0
         alone = submit(core, LONG, 100, deterministic=True)
         beside = submit(core, text(2, 20), 30)
         for _ in range(8):

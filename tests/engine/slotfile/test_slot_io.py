@@ -90,7 +90,7 @@ def test_what_is_restored_is_byte_for_byte_what_was_saved(tmp_path, arch):
 def test_a_conversation_that_left_the_context_is_saved_all_the_same(tmp_path):
     with open_core() as core:
         whole = talk(core)
-        core.room.vacate(core.slots[0])
+        core.cache.room.vacate(core.slots[0])
         assert core.slots[0].n_fed == 0
         assert save(core, tmp_path / "a.bin").prompt.codes.tolist() == whole
         check(core)
@@ -110,7 +110,7 @@ def test_a_state_that_is_verified_when_it_is_needed_is_never_used_damaged(tmp_pa
     data[sections[f"state-{STABLE}"].offset + 1000] ^= is_damaged
     companion.write_bytes(data)
     with open_core() as core:
-        saved, _ = slot_io.read(path, CLAIM, core.context.n_ctx, core.ram.arena)
+        saved, _ = slot_io.read(path, CLAIM, core.context.n_ctx, core.cache.ram.arena)
         assert STABLE in [found.point.n_items for found in saved.points]
         slot_io.put_back(core, core.slots[0], saved, "")
         again = slot_io.capture(core, core.slots[0], "")
@@ -151,16 +151,16 @@ def test_erasing_reaches_past_requests_that_are_only_remembered():
     with open_core(n_slots=1) as core:
         run(core, [*HISTORY, 7, 8, 9])
         run(core, HISTORY)
-        core.room.clear()
-        first = next(node for node in core.returns.visits if node.path.codes[len(HISTORY)] == 7)
+        core.cache.room.clear()
+        first = next(node for node in core.cache.returns.visits if node.path.codes[len(HISTORY)] == 7)
         for node in reversed(list(first.below())):
             if node.checkpoint is not None:
-                core.checkpointer.drop(node, "for a test")
+                core.cache.checkpointer.drop(node, "for a test")
             if node.segment is not None:
-                core.tree.drop_segment(node)
-        assert core.tree.has(first), "the control: it is remembered"
+                core.cache.tree.drop_segment(node)
+        assert core.cache.tree.has(first), "the control: it is remembered"
         assert slot_io.erase(core, core.slots[0], "") > 0
-        assert not core.tree.census.by_id or all(node.parent is None for node in core.tree.nodes())
+        assert not core.cache.tree.census.by_id or all(node.parent is None for node in core.cache.tree.nodes())
         assert run(core, HISTORY).n_cached == 0
 
 
@@ -255,7 +255,7 @@ def test_a_state_is_restored_without_a_copy_although_checkpoints_follow_it(tmp_p
     with open_core("qwen35") as core:
         talk(core)
         assert save(core, tmp_path / "a.bin").appended
-        arena = core.ram.arena if in_arena else None
+        arena = core.cache.ram.arena if in_arena else None
         saved, _ = slot_io.read(tmp_path / "a.bin", CLAIM, core.context.n_ctx, arena)
         assert np.shares_memory(blobs.with_header(saved.state, 0), saved.state)
 
@@ -286,9 +286,9 @@ def test_what_was_erased_is_not_on_disk_either_but_what_others_share_is(tmp_path
         run(core, other, stable=280, boundaries=(200,), slot=1)
         run(core, HISTORY, stable=STABLE, boundaries=(200,), slot=0)
         core.put_away()
-        before = core.tier_writer.disk.n_bytes
+        before = core.cache.tiers.disk.n_bytes
         assert slot_io.erase(core, core.slots[0], "") > 0
-        assert 0 < core.tier_writer.disk.n_bytes < before
+        assert 0 < core.cache.tiers.disk.n_bytes < before
     with open_core(store=store, n_slots=2) as core:
         assert run(core, [*other[:280], *NEW]).n_cached == 280
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached <= 200

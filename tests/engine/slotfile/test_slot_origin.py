@@ -134,10 +134,10 @@ def talk_on(core, whole: list[int]) -> list[int]:
     second = [*whole, *NEW, *first.tokens, *text(4, 30)]
     assert run(core, second, stable=len(second) - 5).n_cached >= len(whole)
     for node in [slot.node for slot in core.slots if slot.n_fed]:
-        core.ram.pin(node)
-        core.tier_writer.keep_pinned(node)
+        core.cache.ram.pin(node)
+        core.cache.tier_writer.keep_pinned(node)
     tidy(core)
-    core.prewarm.offer(core.unverified.route(Ask(Prompt.of_tokens([*second, *text(5, 60)]), max_tokens=0, ahead=True)))
+    core.offer_prewarm(Ask(Prompt.of_tokens([*second, *text(5, 60)]), max_tokens=0, ahead=True))
     tidy(core)
     drain(core)
     core.put_away()
@@ -155,10 +155,10 @@ def test_nothing_that_stems_from_a_trusted_file_outlives_the_engine(tmp_path, ar
     with trusting_core(arch, path, is_apart=is_apart, memory=memory, store=store) as core:
         wrong = talk_on(core, whole)
         assert wrong != golden, "this test could not fail: the strange model says the same"
-        assert not any(node.checkpoint and node.checkpoint.clean for node in core.tree.nodes())
-        assert bool(core.tier_writer.disk.objects() or core.tier_writer.disk.pins.all()) is not is_apart
+        assert not any(node.checkpoint and node.checkpoint.clean for node in core.cache.tree.nodes())
+        assert bool(core.cache.tiers.disk.objects() or core.cache.tiers.disk.pins.all()) is not is_apart
     with open_core(arch, memory=memory, store=store) as core:
-        assert bool(core.ram.n_adopted) is not is_apart
+        assert bool(core.cache.ram.n_adopted) is not is_apart
         result = run(core, [*whole, *NEW], 8)
         assert (result.n_cached == 0) is (result.tokens == golden) is is_apart
     os.close(memory)
@@ -174,9 +174,9 @@ def test_only_who_goes_on_from_all_of_a_trusted_file_has_to_do_with_it(tmp_path)
         assert run(core, [*whole, *NEW], deterministic=True).n_cached <= 280, "it wants what is clean"
         assert run(core, [*whole, *text(8, 30)], use_cache=False).n_cached == 0
         core.put_away()
-        spaces = {core.tree.namespace(node) for node in core.tree.nodes()}
+        spaces = {core.cache.tree.namespace(node) for node in core.cache.tree.nodes()}
         assert {owner_of(name) for name in spaces} == {"", "other"} and any(map(is_unverified, spaces))
-        assert core.tier_writer.disk.objects(), "what does not stem from it is kept as ever"
+        assert core.cache.tiers.disk.objects(), "what does not stem from it is kept as ever"
         assert run(core, [*whole, *text(9, 30)]).n_cached == len(whole)
         assert not is_unverified(next(s.namespace for s in core.slots if s.n_fed > len(whole))), "now it was read here"
 
@@ -275,7 +275,7 @@ def test_what_was_read_ahead_in_a_slot_is_not_erased_by_whoever_had_it_before():
         run(core, text(8, 100), namespace="mine", slot=0)
         assert slot_io.erase(core, core.slots[0], "mine") > 0
         read_ahead(core, HISTORY, "yours")
-        assert core.slots[0].node.root() is core.tree.root("yours"), "this test could not fail"
+        assert core.slots[0].node.root() is core.cache.tree.root("yours"), "this test could not fail"
         assert slot_io.erase(core, core.slots[0], "mine") == 0
         check(core)
         assert run(core, [*HISTORY, *NEW], namespace="yours").n_cached == len(HISTORY)
@@ -286,11 +286,11 @@ def test_a_slot_is_saved_from_its_own_namespaces_reading():
     with open_core() as core:
         run(core, HISTORY, namespace="mine", slot=0)
         whole = core.slots[0].content.codes.tolist()
-        core.room.vacate(core.slots[0])
+        core.cache.room.vacate(core.slots[0])
         read_ahead(core, whole, "yours")
-        assert core.slots[0].node.root() is core.tree.root("yours"), "this test could not fail"
+        assert core.slots[0].node.root() is core.cache.tree.root("yours"), "this test could not fail"
         assert slot_io.capture(core, core.slots[0], "mine").prompt.codes.tolist() == whole
-        assert core.slots[0].node.root() is core.tree.root("mine")
+        assert core.slots[0].node.root() is core.cache.tree.root("mine")
         with pytest.raises(BadRequest):
             slot_io.capture(core, core.slots[0], "yours")
         check(core)

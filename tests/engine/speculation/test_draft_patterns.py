@@ -76,14 +76,14 @@ def test_what_outlives_an_engine_killed_within_a_verification_is_exact(replies, 
             always_draft(core, Scripted([path], [2, 0, 99], 4))
             run(core, PROMPT, 12)
             tidy(core)
-            core.ram.flush()
+            core.cache.ram.flush()
             die_after(core, n_before)
             submit(core, PROMPT, N)
             with pytest.raises(Killed):
                 drain(core)
         with drafting_core(n_slots=2, memory=memory) as core:
             check(core)
-            kept = [node.path.codes[: node.n_items].tolist() for node in core.tree.nodes()]
+            kept = [node.path.codes[: node.n_items].tolist() for node in core.cache.tree.nodes()]
             assert max(map(len, kept)) > len(PROMPT)
             assert all(codes == path[: len(codes)] for codes in kept)  # no token of a draft that was not accepted
             assert compare_with_cold(core).is_exact

@@ -196,7 +196,7 @@ def test_after_an_image_the_head_begins_anew():
                 request = ask(core, [*parts, *more], max_tokens=12)
                 replies.append(drain(core)[request.id])
             tidy(core)
-            core.room.clear()
+            core.cache.room.clear()
             request = ask(core, [*parts, text(4, 20)], max_tokens=12)
             replies.append(drain(core)[request.id])
             check(core)
@@ -210,7 +210,7 @@ def test_after_an_image_the_head_begins_anew():
 def restored_reply(core: Core, prompt: list[int], n: int):
     """The same prompt in the same engine, after everything has left the device."""
     tidy(core)
-    core.room.clear()
+    core.cache.room.clear()
     core.context.clear()
     return run(core, prompt, n)
 
@@ -242,7 +242,7 @@ def test_kept_blobs_have_the_part_of_the_head_and_can_be_read_without_it():
         prompt = tokens_of(core, STORY)
         run(core, prompt, 60)
         tidy(core)
-        nodes = list(core.tree.nodes())
+        nodes = list(core.cache.tree.nodes())
         segments = [node.segment.blob for node in nodes if node.segment is not None]
         states = [node.checkpoint.state for node in nodes if node.checkpoint and node.checkpoint.state is not None]
         assert segments and states and all(tail.split(blob)[1] is not None for blob in (*segments, *states))

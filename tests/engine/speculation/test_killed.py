@@ -62,7 +62,7 @@ def test_the_next_process_drafts_as_if_nothing_had_happened(tier, tmp_path, monk
             monkeypatch.setattr(llama_context, "split", lambda blob: (tail.trunk(blob), None))
         with killed_core(about["store"], memory) as core:
             always_draft(core)
-            core.tier_writer.wait_open(60.0)
+            core.cache.tiers.wait_open(60.0)
             again = run(core, following, 40)
             starts.append(core.context.head._tracks[core.slots[0].seq].start)
             assert again.n_cached >= len(prompt) + N_REPLY - 1

@@ -165,7 +165,7 @@ def test_an_end_of_generation_inside_a_draft_ends_the_reply_there(arch):
         assert result.tokens == alone.tokens[:at] and result.finish is Finish.STOP
         assert core.slots[0].resident().codes.tolist() == [*prompt, *alone.tokens[:at]]
         tidy(core)
-        kept = {tuple(node.path.codes[: node.n_items].tolist()) for node in core.tree.nodes()}
+        kept = {tuple(node.path.codes[: node.n_items].tolist()) for node in core.cache.tree.nodes()}
         assert all(list(path) == [*prompt, *alone.tokens][: len(path)] and len(path) <= 60 + at for path in kept)
 
 

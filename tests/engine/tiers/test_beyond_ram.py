@@ -10,11 +10,14 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
+from everwarm.engine.cache.ram_budget import BelowRam
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Reason
 from everwarm.engine.request import Ask, Result
+from everwarm.engine.tiers import lower_tiers
 from everwarm.engine.tiers import tier_writer as writer_module
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import Job
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.prompt.prompt import Prompt
@@ -44,7 +47,7 @@ def tell_all(core: Core, n: int = N) -> None:
     for i in range(n):
         finish(core, told(i), 6, stable=STABLE)
         if i == 0:
-            core.ram_budget.n_bytes = N_IN_RAM * core.tree.ram_bytes
+            core.cache.ram_budget.n_bytes = N_IN_RAM * core.cache.tree.ram_bytes
         check(core)
 
 
@@ -58,15 +61,15 @@ def cold(results: dict[int, Result]) -> list[int]:
 
 
 @contextmanager
-def held(tier_writer: TierWriter):
+def held(tiers: LowerTiers):
     """The disk's thread does nothing inside the block."""
     may_go_on = threading.Event()
-    tier_writer.after_all(may_go_on.wait)
+    tiers.after_all(may_go_on.wait)
     try:
         yield
     finally:
         may_go_on.set()
-        tier_writer.flush()
+        tiers.flush()
 
 
 @pytest.mark.parametrize("restarts", [True, False], ids=["restart", "stay"])
@@ -92,13 +95,13 @@ def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory
     monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
     with kept_core(tmp_path, arch, memory=memory, n_slots=N, n_ctx=8192, idle_cells=8192) as core:
         if not hands_over:  # the control
-            core.ram_budget.leaving = lambda _nodes: None
+            monkeypatch.setattr(BelowRam, "save", lambda _self, _nodes: None)
         for i in range(N):
             finish(core, told(i), 6, stable=STABLE)
-        core.tier_writer.flush()
+        core.cache.tiers.flush()
         assert not files(tmp_path), "all of it is in RAM, and nothing is written yet"
-        core.ram_budget.n_bytes = core.tree.ram_bytes // 3
-        core.ram_budget.enforce()
+        core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes // 3
+        core.cache.ram_budget.enforce()
         for slot in core.slots:
             slot.vacate()
         results = ask_all(core)
@@ -112,8 +115,8 @@ def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory
 def test_what_waits_to_be_written_is_found(tmp_path, memory, arch, is_found, monkeypatch):
     """The disk does not answer: nothing is on it, and nothing is lost."""
     if not is_found:  # the control
-        monkeypatch.setattr(TierWriter, "find", lambda self, *asked: self.disk.find(*asked))
-    with kept_core(tmp_path, arch, memory=memory) as core, held(core.tier_writer):
+        monkeypatch.setattr(LowerTiers, "find", lambda self, *asked: self.disk.find(*asked))
+    with kept_core(tmp_path, arch, memory=memory) as core, held(core.cache.tiers):
         tell_all(core)
         results = ask_all(core)
         assert not files(tmp_path)
@@ -127,7 +130,7 @@ def bits_in_ram(arch: str, i: int) -> Bits:
     """The memory of the next turn of a conversation that never left RAM."""
     with open_core(arch, n_slots=1) as core:
         run(core, told(i), 6, stable=STABLE)
-        core.room.clear()
+        core.cache.room.clear()
         return bits_of_next_turn(core, i)
 
 
@@ -135,11 +138,11 @@ def bits_beyond_ram(tmp_path, memory, arch: str, *, is_held: bool) -> tuple[Bits
     """The same of one that has left RAM, and which it is. ``is_held``: nothing of it was written."""
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core, ExitStack() as meanwhile:
         if is_held:
-            meanwhile.enter_context(held(core.tier_writer))
+            meanwhile.enter_context(held(core.cache.tiers))
         tell_all(core)
         if not is_held:
-            core.tier_writer.flush()
-        i = next(i for i in range(N) if core.restorer.reach(Prompt.of_tokens(next_turn(i)), "") < STABLE)
+            core.cache.tiers.flush()
+        i = next(i for i in range(N) if core.cache.restorer.reach(Prompt.of_tokens(next_turn(i)), "") < STABLE)
         return bits_of_next_turn(core, i), i
 
 
@@ -197,7 +200,7 @@ def test_random_conversations_in_little_ram_are_found_as_soon_as_they_have_ended
                 if rng.random() < 0.3:
                     tidy(core)
             put_away(core)
-            assert core.tier_writer.disk.counts.n_damaged == 0
+            assert core.cache.tiers.disk.counts.n_damaged == 0
         os.close(fd)
 
 
@@ -212,7 +215,7 @@ def test_a_parked_state_is_written_though_ram_has_no_room_for_any(tmp_path, arch
         for i in range(3):
             run(core, told(i), 6, stable=STABLE)
             tidy(core)
-            assert core.tree.ram_bytes == 0
+            assert core.cache.tree.ram_bytes == 0
         put_away(core)
     with kept_core(tmp_path, arch) as core:
         assert (cold(ask_all(core, 3)) == []) is is_copied
@@ -221,13 +224,13 @@ def test_a_parked_state_is_written_though_ram_has_no_room_for_any(tmp_path, arch
 def test_what_the_next_turn_needs_is_written_before_anything_else(tmp_path, memory):
     with kept_core(tmp_path, memory=memory, n_spares=4) as core:
         written: list[tuple[str, int]] = []
-        put = core.tier_writer.disk.put
+        put = core.cache.tiers.disk.put
 
         def noting(header, parts):
             written.append((header.kind, header.n_items))
             return put(header, parts)
 
-        core.tier_writer.disk.put = noting
+        core.cache.tiers.disk.put = noting
         finish(core, told(0), 6, stable=STABLE, boundaries=(100, 200))
         put_away(core)
         states = [n_items for kind, n_items in written if kind == "state"]
@@ -239,7 +242,7 @@ def test_of_each_turn_one_state_is_written_however_little_ram_there_is(tmp_path,
     with kept_core(tmp_path, arch, memory=memory, n_spares=4 if arch == "qwen35" else 0) as core:
         tell_all(core)
         put_away(core)
-        states = [kept.n_items for kept in core.tier_writer.disk.objects() if kept.kind == "state"]
+        states = [kept.n_items for kept in core.cache.tiers.disk.objects() if kept.kind == "state"]
         assert states == [STABLE] * N
 
 
@@ -250,7 +253,7 @@ def test_what_a_dead_engine_left_in_ram_is_written_by_the_next(tmp_path, memory,
         monkeypatch.setattr(TierWriter, "note_adopted", lambda _: None)
     with kept_core(tmp_path, arch, memory=memory) as core:
         finish(core, told(0), 6, stable=STABLE)
-        core.ram.flush()
+        core.cache.ram.flush()
     assert not files(tmp_path)
     with kept_core(tmp_path, arch, memory=memory) as core:
         put_away(core)
@@ -260,15 +263,15 @@ def test_what_a_dead_engine_left_in_ram_is_written_by_the_next(tmp_path, memory,
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_stop_waits_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(lower_tiers, "MAX_QUEUED", 0)
     if not waits:  # the control
-        monkeypatch.setattr(TierWriter, "catch_up", lambda _: False)
+        monkeypatch.setattr(LowerTiers, "catch_up", lambda _: False)
     with kept_core(tmp_path, memory=memory) as core:
-        with held(core.tier_writer):
+        with held(core.cache.tiers):
             for i in range(3):
                 finish(core, told(i), 6, stable=STABLE)
-            core.tier_writer.tidy(core.slots)
-            assert core.tier_writer.is_behind and not core.tier_writer.tidy(core.slots)
+            core.cache.tier_writer.tidy(core.slots)
+            assert core.cache.tiers.is_behind and not core.cache.tier_writer.tidy(core.slots)
             if not waits:
                 put_away_held(core)
         if waits:
@@ -279,27 +282,27 @@ def test_a_stop_waits_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeyp
 
 def put_away_held(core: Core) -> None:
     """All of ``put_away`` but the last wait."""
-    while core.tidy() or core.tier_writer.catch_up():
+    while core.tidy() or core.cache.tiers.catch_up():
         pass
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_ram_waits_a_moment_for_a_disk_that_is_behind(tmp_path, memory, waits, monkeypatch):
-    monkeypatch.setattr(writer_module, "MAX_QUEUED", 0)
+    monkeypatch.setattr(lower_tiers, "MAX_QUEUED", 0)
     monkeypatch.setattr(writer_module, "CATCH_UP_S", 10.0 if waits else 0.0)
     monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
     with kept_core(tmp_path, memory=memory, idle_cells=8192) as core:
         for i in range(2):
             finish(core, told(i), 6, stable=STABLE)
         may_go_on = threading.Event()
-        core.tier_writer.after_all(may_go_on.wait)
-        core.tier_writer.tidy(core.slots)
-        assert core.tier_writer.is_behind
+        core.cache.tiers.after_all(may_go_on.wait)
+        core.cache.tier_writer.tidy(core.slots)
+        assert core.cache.tiers.is_behind
         if waits:
             threading.Timer(0.05, may_go_on.set).start()
         evict_all(core)
         may_go_on.set()
-        core.tier_writer.flush()
+        core.cache.tiers.flush()
         assert len(cold(ask_all(core, 2))) == (0 if waits else 1)
 
 
@@ -308,12 +311,12 @@ def test_a_turn_is_written_though_the_end_of_its_reply_was_dropped(tmp_path, mem
         finish(core, told(0), 6, stable=STABLE)
         end = core.slots[0].node
         assert end.n_items > LENGTH
-        core.room.clear = lambda: None
+        core.cache.room.clear = lambda: None
         core.slots[0].vacate()
-        core.checkpointer.drop(end, "for a test")
-        core.tree.drop_segment(end)
-        core.returns.forget([end])
-        assert not core.tree.has(end)
+        core.cache.checkpointer.drop(end, "for a test")
+        core.cache.tree.drop_segment(end)
+        core.cache.returns.forget([end])
+        assert not core.cache.tree.has(end)
         put_away(core)
     with kept_core(tmp_path) as core:
         assert run(core, next_turn(0)).n_cached == STABLE
@@ -334,12 +337,12 @@ def test_a_disk_without_room_takes_no_more_than_its_budget(tmp_path, memory):
         tell_all(core)
         results = ask_all(core)
         put_away(core)
-        assert core.tier_writer.disk.n_bytes <= 1 << 20 and core.tier_writer.disk.counts.n_evicted > 0
+        assert core.cache.tiers.disk.n_bytes <= 1 << 20 and core.cache.tiers.disk.counts.n_evicted > 0
     assert len(cold(results)) < N
 
 
 def n_states(core: Core, kinds: Sequence[str]) -> int:
-    kept = (node.checkpoint for node in core.tree.nodes() if node.checkpoint is not None)
+    kept = (node.checkpoint for node in core.cache.tree.nodes() if node.checkpoint is not None)
     return sum(checkpoint.state is not None and checkpoint.kind.value in kinds for checkpoint in kept)
 
 
@@ -350,7 +353,7 @@ def test_the_end_of_a_prompt_stays_on_the_device(tmp_path):
         tidy(core)
         assert n_states(core, ["prompt-end"]) == 0 < n_states(core, ["stable"])
         assert run(core, told(0), 6, stable=STABLE).n_processed == 0
-        core.room.clear()
+        core.cache.room.clear()
         assert n_states(core, ["prompt-end"]) == 0
         assert 0 < run(core, told(0), 6, stable=STABLE).n_processed <= GUARD
 
@@ -358,12 +361,12 @@ def test_the_end_of_a_prompt_stays_on_the_device(tmp_path):
 def test_a_stable_point_that_is_evicted_while_its_reply_is_written_is_not_lost(tmp_path, memory):
     with kept_core(tmp_path, memory=memory, n_slots=1) as core:
         finish(core, told(5), 2, stable=STABLE)
-        core.ram_budget.n_bytes = 0  # from here on nothing stays
+        core.cache.ram_budget.n_bytes = 0  # from here on nothing stays
         finish(core, told(0), 40, stable=STABLE)
         put_away(core)
     with kept_core(tmp_path) as core:
         assert run(core, next_turn(0)).n_cached == STABLE
-        assert core.tree.match("", Prompt.of_tokens(next_turn(0)), 0).n_shared >= STABLE
+        assert core.cache.tree.match("", Prompt.of_tokens(next_turn(0)), 0).n_shared >= STABLE
 
 
 # what follows the stable point
@@ -372,10 +375,10 @@ def test_a_stable_point_that_is_evicted_while_its_reply_is_written_is_not_lost(t
 def evict_all(core: Core) -> None:
     for slot in core.slots:
         slot.vacate()
-    core.ram_budget.n_bytes = 0
-    core.ram_budget.enforce()
-    core.ram_budget.n_bytes = 256 << 20
-    assert core.tree.ram_bytes == 0
+    core.cache.ram_budget.n_bytes = 0
+    core.cache.ram_budget.enforce()
+    core.cache.ram_budget.n_bytes = 256 << 20
+    assert core.cache.tree.ram_bytes == 0
 
 
 def read_ahead(core: Core, tokens: list[int]) -> None:
@@ -406,7 +409,7 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 ):
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
         if is_likely:
-            core.returns.outcomes.note(ReturnOutcome.REPLY)
+            core.cache.returns.outcomes.note(ReturnOutcome.REPLY)
         reply = finish(core, told(0), 60, stable=STABLE).result.tokens
         evict_all(core)
         result = run(core, [*told(0), *reply, *NEW])
@@ -417,9 +420,9 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 def test_the_end_of_a_reply_is_not_kept_where_no_turn_continues_from_one(leaves):
     with open_core(n_slots=1) as core:
         for _ in range(60):
-            core.returns.outcomes.note(ReturnOutcome.ELSEWHERE if leaves else ReturnOutcome.REPLY)
+            core.cache.returns.outcomes.note(ReturnOutcome.ELSEWHERE if leaves else ReturnOutcome.REPLY)
         reply = run(core, told(0), 20, stable=STABLE).tokens
-        kinds = {node.checkpoint.kind for node in core.tree.nodes() if node.checkpoint is not None}
+        kinds = {node.checkpoint.kind for node in core.cache.tree.nodes() if node.checkpoint is not None}
         assert (CutKind.REPLY in kinds) is not leaves and CutKind.STABLE in kinds
         assert run(core, [*told(0), *reply, *NEW]).n_cached == LENGTH + len(reply) - 1, "the slot still stands there"
 
@@ -428,15 +431,17 @@ def test_eviction_knows_what_the_disk_has(tmp_path, memory):
     with kept_core(tmp_path, "qwen35", memory=memory, n_slots=1) as core:
         finish(core, told(0), 20, stable=STABLE)
         put_away(core)
-        stable = next(n for n in core.tree.nodes() if n.checkpoint and n.checkpoint.kind is CutKind.STABLE)
-        assert core.loader.load_s(stable, 1 << 20) is not None
-        others = [n for n in core.tree.nodes() if n.checkpoint and n.n_items < STABLE]
-        assert all(core.loader.load_s(node, 1 << 20) is None for node in others), "the control: they were not written"
+        stable = next(n for n in core.cache.tree.nodes() if n.checkpoint and n.checkpoint.kind is CutKind.STABLE)
+        assert core.cache.loader.load_s(stable, 1 << 20) is not None
+        others = [n for n in core.cache.tree.nodes() if n.checkpoint and n.n_items < STABLE]
+        assert all(core.cache.loader.load_s(node, 1 << 20) is None for node in others), (
+            "the control: they were not written"
+        )
 
 
 def test_how_turns_go_on_after_replies_is_counted():
     with open_core(n_slots=1) as core:
-        returns, prompt = core.returns, told(0)
+        returns, prompt = core.cache.returns, told(0)
         reply = run(core, prompt, 20, stable=STABLE).tokens
         assert not returns.continues_replies
         run(core, [*prompt, *reply, *NEW], 20, stable=LENGTH + 25)

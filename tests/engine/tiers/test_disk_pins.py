@@ -16,17 +16,17 @@ MORE = text(9, 30)
 
 def pinned(core: Core) -> list[int]:
     """Where the pinned nodes in RAM end."""
-    return sorted(node.n_items for node in core.tree.nodes() if node.is_pinned)
+    return sorted(node.n_items for node in core.cache.tree.nodes() if node.is_pinned)
 
 
 def node_at(core: Core, n_items: int) -> Node:
-    (found,) = [node for node in core.tree.nodes() if node.n_items == n_items]
+    (found,) = [node for node in core.cache.tree.nodes() if node.n_items == n_items]
     return found
 
 
 def written(core: Core) -> list[int]:
-    assert core.tier_writer.disk.is_on
-    return sorted(pin.n_items for pin in core.tier_writer.disk.pins.all())
+    assert core.cache.tiers.disk.is_on
+    return sorted(pin.n_items for pin in core.cache.tiers.disk.pins.all())
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])
@@ -144,7 +144,7 @@ def test_the_next_engine_finds_pins_in_the_memory_of_the_old_one(memory, arch):
         run(core, prompt, boundaries=(200,), stable=390)
         run(core, [*prompt[:200], *text(6, 100)])
         tidy(core)
-        deepest = max(core.tree.nodes(), key=lambda node: node.n_items)
+        deepest = max(core.cache.tree.nodes(), key=lambda node: node.n_items)
         for node in (node_at(core, 200), deepest):
             order(core, "pin", node.id)
         order(core, "unpin", deepest.id)

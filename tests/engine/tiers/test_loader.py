@@ -15,13 +15,13 @@ NEXT = [*HISTORY[:STABLE], *NEW]
 
 def slow(core: Core) -> threading.Event:
     """Have everything that is read from disk wait for an event."""
-    go, load = threading.Event(), core.loader._load
+    go, load = threading.Event(), core.cache.loader._load
 
     def wait(*args):
         assert go.wait(30)
         return load(*args)
 
-    core.loader._load = wait
+    core.cache.loader._load = wait
     return go
 
 
@@ -76,6 +76,6 @@ def test_what_cannot_be_read_is_read_again_from_the_prompt(tmp_path):
         def broken(*_):
             raise Damaged("it is not what it was")
 
-        core.loader._load = broken
+        core.cache.loader._load = broken
         assert run(core, NEXT).n_cached == 0
         check(core)

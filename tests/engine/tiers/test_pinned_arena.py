@@ -119,12 +119,12 @@ def test_what_an_engine_kept_comes_back_the_same_with_its_memory_pinned(monkeypa
         with open_core(n_spares=1, ram_bytes=32 * MIB, memory=fd) as core:
             replies.append(run(core, prompt))
             tidy(core)
-            core.ram.flush()
-            pinning = core.ram._pinning
+            core.cache.ram.flush()
+            pinning = core.cache.ram._pinning
             assert pinning is not None
             wait_for(pinning)
-            assert len(cuda.registered) == 1 and core.ram.stats()["ram_pinned_bytes"] >= 32 * MIB
-            core.ram.arena.check()
+            assert len(cuda.registered) == 1 and core.cache.ram.stats()["ram_pinned_bytes"] >= 32 * MIB
+            core.cache.ram.arena.check()
         assert not cuda.registered, "unregistered before it is unmapped"
     os.close(fd)
     assert replies[0].n_cached == 0 and replies[1].n_cached > 250
@@ -137,8 +137,8 @@ def test_a_model_on_the_cpu_is_never_pinned(monkeypatch):
     with open_core(n_spares=1, pin_ram="on") as core:
         run(core, text(1, 100))
         tidy(core)
-        core.ram.flush()
-        assert core.ram._pinning is None and core.ram.stats()["ram_pinned_bytes"] == 0
+        core.cache.ram.flush()
+        assert core.cache.ram._pinning is None and core.cache.ram.stats()["ram_pinned_bytes"] == 0
     assert not cuda.registered
 
 

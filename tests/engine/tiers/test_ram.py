@@ -27,7 +27,7 @@ def test_a_new_engine_goes_on_from_the_memory_of_the_old_one_with_the_same_bytes
         run(core, HISTORY, stable=STABLE)
         die(core)
     with open_core(arch, memory=memory) as core:
-        assert core.ram.n_adopted > 0
+        assert core.cache.ram.n_adopted > 0
         again = run(core, NEXT)
         assert again.n_cached == STABLE and again.tokens == there.tokens
         assert again.checkpoint is not None and again.checkpoint.how == "from ram"
@@ -44,9 +44,9 @@ def test_branches_namespaces_and_their_junctions_all_come_back(memory):
             run(core, branch, stable=480, boundaries=(100, 300))
         run(core, HISTORY, stable=STABLE, namespace="other")
         die(core)
-        n_bytes = core.tree.ram_bytes
+        n_bytes = core.cache.tree.ram_bytes
     with open_core(memory=memory, n_slots=4, n_spares=2) as core:
-        assert core.tree.ram_bytes <= n_bytes
+        assert core.cache.tree.ram_bytes <= n_bytes
         for branch in branches:
             assert run(core, [*branch[:480], *NEW]).n_cached == 480
         assert run(core, [*HISTORY[:300], *NEW]).n_cached == 300
@@ -71,16 +71,16 @@ def test_bytes_that_changed_are_not_used_and_the_answer_is_right_all_the_same(me
     with open_core(memory=memory) as core:
         run(core, HISTORY, stable=STABLE)
         die(core)
-        states = [n.checkpoint for n in core.tree.nodes() if n.checkpoint is not None]
+        states = [n.checkpoint for n in core.cache.tree.nodes() if n.checkpoint is not None]
         for checkpoint in states:
             assert checkpoint.state is not None
             checkpoint.state[len(checkpoint.state) // 2] ^= 1  # as a wild write would
     with open_core(memory=memory) as core:
-        core.ram.flush()  # its thread has looked at everything
-        assert core.ram.n_unsound == len(states)
+        core.cache.ram.flush()  # its thread has looked at everything
+        assert core.cache.ram.n_unsound == len(states)
         result = run(core, NEXT)
         assert result.n_cached == 0 and result.tokens == golden
-        assert core.checkpoint_stats.n_quarantined > 0
+        assert core.cache.checkpoint_stats.n_quarantined > 0
 
 
 def test_another_file_or_another_setting_finds_nothing(memory, tmp_path):
@@ -90,17 +90,17 @@ def test_another_file_or_another_setting_finds_nothing(memory, tmp_path):
         run(core, HISTORY, stable=STABLE)
         die(core)
     with open_core(path=path, memory=memory) as core:
-        assert core.ram.n_adopted > 0, "this test could not fail"
+        assert core.cache.ram.n_adopted > 0, "this test could not fail"
         die(core)
     with open_core(path=path, memory=memory, cache_type_k="q8_0", cache_type_v="q8_0") as core:
-        assert core.ram.n_adopted == 0
+        assert core.cache.ram.n_adopted == 0
         run(core, HISTORY, stable=STABLE)
         die(core)
     data = bytearray(path.read_bytes())
     data[-5] ^= 1  # other weights
     path.write_bytes(data)
     with open_core(path=path, memory=memory, cache_type_k="q8_0", cache_type_v="q8_0") as core:
-        assert core.ram.n_adopted == 0 and run(core, NEXT).n_cached == 0
+        assert core.cache.ram.n_adopted == 0 and run(core, NEXT).n_cached == 0
 
 
 def test_an_engine_with_a_smaller_budget_keeps_what_is_worth_most(memory):
@@ -110,15 +110,15 @@ def test_an_engine_with_a_smaller_budget_keeps_what_is_worth_most(memory):
         for conversation in conversations:
             run(core, conversation, stable=380)
         run(core, HISTORY, stable=STABLE)
-        core.ram.pin(next(node for node in core.tree.nodes() if node.n_items == STABLE))
+        core.cache.ram.pin(next(node for node in core.cache.tree.nodes() if node.n_items == STABLE))
         die(core)
-        n_before = core.tree.ram_bytes
+        n_before = core.cache.tree.ram_bytes
     budget = n_before // 3
     with open_core(width=128, memory=memory, ram_bytes=budget) as core:
-        assert core.ram.n_adopted > 0 and 0 < core.tree.ram_bytes <= budget == core.ram_budget.n_bytes
+        assert core.cache.ram.n_adopted > 0 and 0 < core.cache.tree.ram_bytes <= budget == core.cache.ram_budget.n_bytes
         assert os.fstat(memory).st_blocks * 512 < n_before
         check(core)
-        core.ram.arena.check()
+        core.cache.ram.arena.check()
         assert run(core, NEXT).n_cached == STABLE, "what is pinned goes last"
         cold = [run(core, [*conversation[:380], *NEW]).n_cached == 0 for conversation in conversations]
         assert any(cold)
@@ -129,22 +129,22 @@ def test_what_was_evicted_or_erased_does_not_come_back(memory):
     with open_core(memory=memory) as core:
         run(core, HISTORY, stable=STABLE)
         die(core)
-        core.ram_budget.n_bytes = 0
-        core.ram_budget.enforce()
+        core.cache.ram_budget.n_bytes = 0
+        core.cache.ram_budget.enforce()
         die(core)
     with open_core(memory=memory) as core:
-        assert core.ram.n_adopted == 0 and run(core, NEXT).n_cached == 0
+        assert core.cache.ram.n_adopted == 0 and run(core, NEXT).n_cached == 0
 
 
 def test_what_was_written_to_an_arena_without_room_is_still_served(memory, monkeypatch):
     with open_core(memory=memory) as core:
-        monkeypatch.setattr(core.ram.arena, "_take", lambda _n: None)
+        monkeypatch.setattr(core.cache.ram.arena, "_take", lambda _n: None)
         run(core, HISTORY, stable=STABLE)
         tidy(core)
-        assert run(core, NEXT).n_cached == STABLE and core.ram.arena.n_outside > 0
-        core.ram.flush()
+        assert run(core, NEXT).n_cached == STABLE and core.cache.ram.arena.n_outside > 0
+        core.cache.ram.flush()
     with open_core(memory=memory) as core:
-        assert core.ram.n_adopted == 0
+        assert core.cache.ram.n_adopted == 0
 
 
 def test_segments_that_reach_beyond_a_branch_keep_only_their_own_side(memory, tmp_path):

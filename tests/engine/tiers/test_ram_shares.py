@@ -20,7 +20,7 @@ def one_turn(core: Core, seed: int, namespace: str) -> None:
 
 
 def kept(core: Core, namespace: str) -> int:
-    return core.tree.root(namespace).ram_bytes
+    return core.cache.tree.root(namespace).ram_bytes
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -31,7 +31,7 @@ def test_a_loud_neighbour_takes_no_more_than_its_share_of_ram(share):
         for seed in range(10, 24):
             one_turn(core, seed, "loud")
             check(core)
-            assert kept(core, "loud") <= share * 4 * MIB and core.tree.ram_bytes <= 4 * MIB
+            assert kept(core, "loud") <= share * 4 * MIB and core.cache.tree.ram_bytes <= 4 * MIB
         n_cached = run(core, NEXT, namespace="quiet").n_cached
     assert n_cached == (580 if share < 1 else 0), "with no shares the loud one must win, or this test could not fail"
 
@@ -45,8 +45,8 @@ def test_a_loud_neighbour_takes_no_more_than_its_share_of_the_disk(tmp_path, sha
         for seed in range(10, 24):
             one_turn(core, seed, "loud")
         core.put_away()
-        assert core.tier_writer.disk.is_on
-        assert core.tier_writer.disk.n_bytes <= 4 * MIB
+        assert core.cache.tiers.disk.is_on
+        assert core.cache.tiers.disk.n_bytes <= 4 * MIB
     with open_core(store=store, namespace_share=share) as core:
         n_cached = run(core, NEXT, namespace="quiet").n_cached
     assert n_cached == (580 if share < 1 else 0), "with no shares the loud one must win, or this test could not fail"

@@ -22,13 +22,13 @@ def test_another_engine_goes_on_from_the_store_with_the_same_bytes(url, arch):
         again = run(core, NEXT, boundaries=(STABLE,))
         found = fingerprint_of_slot(core, len(NEXT) + 3)
         check(core)
-        counts = core.tier_writer.remote.counts
+        counts = core.cache.tiers.remote.counts
         assert counts.n_hits == 1 and counts.n_bytes_read > 0
     assert again.n_cached == STABLE and again.checkpoint is not None and again.checkpoint.how == "from remote"
     assert again.tokens == there.tokens and found == expected
     with sharing(url + "-elsewhere", arch) as core:
         assert run(core, NEXT, boundaries=(STABLE,)).n_cached == 0, "this test could not fail"
-        assert core.tier_writer.remote.counts.n_misses == 1
+        assert core.cache.tiers.remote.counts.n_misses == 1
 
 
 def test_a_prompt_without_boundaries_is_found_by_the_grid(url):
@@ -71,7 +71,7 @@ def test_a_turn_is_shared_while_others_run(url, arch, n_spares, wait_s, monkeypa
             core.step()
             core.tidy_overdue()
             check(core)
-        assert core.has_work and core.tier_writer.remote.flush()
+        assert core.has_work and core.cache.tiers.remote.flush()
         with sharing(url, arch) as other:
             found = run(other, NEXT, boundaries=(STABLE,)).n_cached
     assert found == (STABLE if wait_s == 0 else 0), "a turn is kept that nobody offered, or this test could not fail"
@@ -109,11 +109,11 @@ def test_the_deeper_of_disk_and_store_is_taken_and_what_the_disk_has_is_not_fetc
     with sharing(url, store=tmp_path / "two") as core:
         run(core, longer, boundaries=(STABLE,), stable=700)
         put_away(core)
-        n_new = core.tier_writer.remote.counts.n_bytes_written
+        n_new = core.cache.tiers.remote.counts.n_bytes_written
     with sharing(url, store=tmp_path / "one") as core:
         again = run(core, [*longer[:700], *NEW], boundaries=(STABLE, 700))
         assert again.n_cached == 700 and again.checkpoint is not None and again.checkpoint.how == "from remote"
-        assert core.tier_writer.remote.counts.n_bytes_read == n_new, "what lies on disk was fetched again"
+        assert core.cache.tiers.remote.counts.n_bytes_read == n_new, "what lies on disk was fetched again"
     with sharing(url, store=tmp_path / "one") as core:
         again = run(core, NEXT, boundaries=(STABLE,))
         assert again.n_cached == STABLE and again.checkpoint is not None and again.checkpoint.how == "from disk"
@@ -123,21 +123,21 @@ def test_what_is_there_is_not_written_again(url):
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        n_written = core.tier_writer.remote.counts.n_bytes_written
+        n_written = core.cache.tiers.remote.counts.n_bytes_written
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        assert core.tier_writer.remote.counts.n_bytes_written == n_written > 0
+        assert core.cache.tiers.remote.counts.n_bytes_written == n_written > 0
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)  # without a hint where to look: it is read, and offered
         put_away(core)
-        assert core.tier_writer.remote.counts.n_bytes_written < n_written / 4, "objects were sent that were there"
+        assert core.cache.tiers.remote.counts.n_bytes_written < n_written / 4, "objects were sent that were there"
 
 
 def test_what_is_erased_is_taken_away(url):
     with sharing(url) as core:
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        core.tier_writer.forget(core.slots[0].content, "", beyond=0)
-        assert core.tier_writer.remote.flush()
+        core.cache.tiers.forget(core.slots[0].content, "", beyond=0)
+        assert core.cache.tiers.remote.flush()
     with sharing(url) as core:
         assert run(core, NEXT, boundaries=(STABLE,)).n_cached == 0

@@ -18,7 +18,9 @@ RECURRENT = ("qwen35", "jamba", "falcon-h1", "granitehybrid", "nemotron_h", "lfm
 
 
 def states(core):
-    held = [node for node in core.tree.nodes() if node.checkpoint is not None and node.checkpoint.state is not None]
+    held = [
+        node for node in core.cache.tree.nodes() if node.checkpoint is not None and node.checkpoint.state is not None
+    ]
     return {node.n_items: node.checkpoint for node in held}
 
 
@@ -32,7 +34,7 @@ def test_copies_are_smaller_and_not_clean_and_the_next_turn_goes_on_from_them(ar
             kept = states(core)[STABLE]
             sizes[kind] = kept.size_bytes
             assert (is_packed(kept.state), kept.clean) == (kind != "f32", kind == "f32")
-            core.room.clear()
+            core.cache.room.clear()
             assert run(core, NEXT, max_tokens=0).n_cached == STABLE
             assert core.context.is_clean(slot_holding(core, NEXT).seq) is (kind == "f32")
     assert sizes["f16"] < 0.6 * sizes["f32"]
@@ -43,10 +45,10 @@ def test_copies_are_smaller_and_not_clean_and_the_next_turn_goes_on_from_them(ar
 def test_what_is_computed_from_a_packed_state_is_not_called_clean(kind):
     with open_core(n_spares=0, state_type=kind) as core:
         run(core, PROMPT, stable=STABLE)
-        core.room.clear()
+        core.cache.room.clear()
         run(core, NEXT, stable=len(NEXT) - 4)
-        core.room.clear()
-        beyond = [n for n in core.tree.nodes() if n.n_items > STABLE and n.path.codes[STABLE] == NEXT[STABLE]]
+        core.cache.room.clear()
+        beyond = [n for n in core.cache.tree.nodes() if n.n_items > STABLE and n.path.codes[STABLE] == NEXT[STABLE]]
         kept = [part for n in beyond for part in (n.segment, n.checkpoint) if part is not None]
         assert kept
         assert all(part.clean for part in kept) is (kind == "f32")
@@ -96,7 +98,7 @@ def test_the_default_changes_no_fingerprint_and_no_byte():
     assert plain.fingerprint("m", None) == same.fingerprint("m", None) != other.fingerprint("m", None)
     with open_core(n_spares=0) as core:
         run(core, PROMPT, stable=STABLE)
-        core.room.clear()
+        core.cache.room.clear()
         assert run(core, NEXT, max_tokens=0).n_cached == STABLE
         slot = slot_holding(core, NEXT)
         assert memory_of(core.context, slot.seq) == replay(core, slot)
@@ -106,7 +108,7 @@ def test_a_packed_state_gives_other_bytes():
     """The negative control of the test above."""
     with open_core(n_spares=0, state_type="q8_0") as core:
         run(core, PROMPT, stable=STABLE)
-        core.room.clear()
+        core.cache.room.clear()
         assert run(core, NEXT, max_tokens=0).n_cached == STABLE
         slot = slot_holding(core, NEXT)
         assert memory_of(core.context, slot.seq) != replay(core, slot)

@@ -15,8 +15,8 @@ from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers import loader as fetch_module
-from everwarm.engine.tiers import tier_writer as writer_module
-from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.engine.tiers import lower_tiers
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
 from support.kept_cores import HISTORY, NEW, STABLE, files, fingerprint_of_slot, kept_core, put_away
 
@@ -48,8 +48,8 @@ def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
     with kept_core(tmp_path) as core:
         run(core, HISTORY, stable=STABLE)
         run(core, text(9, 600), stable=STABLE)
-        mine = next(n for n in core.tree.nodes() if n.n_items == STABLE and n.path.codes[0] == HISTORY[0])
-        other = next(n for n in core.tree.nodes() if n.n_items == STABLE and n.path.codes[0] != HISTORY[0])
+        mine = next(n for n in core.cache.tree.nodes() if n.n_items == STABLE and n.path.codes[0] == HISTORY[0])
+        other = next(n for n in core.cache.tree.nodes() if n.n_items == STABLE and n.path.codes[0] != HISTORY[0])
         put_away(core)
         prompt = [*HISTORY[:STABLE], *NEW]
         run(core, prompt)
@@ -57,7 +57,7 @@ def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
         assert mine.checkpoint is not None and other.checkpoint is not None
         other_state = other.checkpoint.state
     with kept_core(tmp_path) as core:
-        kept = core.tier_writer.disk.reading
+        kept = core.cache.tiers.disk.reading
 
         class Liar:
             def __init__(self, reader):
@@ -71,7 +71,7 @@ def test_a_wrong_state_on_disk_would_be_seen(tmp_path):
             with kept(name) as reader:
                 yield Liar(reader)
 
-        core.tier_writer.disk.reading = lying
+        core.cache.tiers.disk.reading = lying
         assert run(core, prompt).n_cached == STABLE
         assert fingerprint_of_slot(core, len(prompt) + 3) != right
 
@@ -114,7 +114,7 @@ def test_a_turn_writes_the_new_kv_and_one_state(tmp_path, is_hinted):
         for turn in range(5):
             run(core, prompt, stable=len(prompt) - 20 if is_hinted else None)
             put_away(core)
-            sizes.append(core.tier_writer.disk.counts.n_bytes_written)
+            sizes.append(core.cache.tiers.disk.counts.n_bytes_written)
             prompt += text(100 + turn, 200)
         states = files(tmp_path, "state")
         shape = core.sizes.shape
@@ -129,18 +129,18 @@ def test_nothing_is_written_twice(tmp_path):
     with kept_core(tmp_path) as core:
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        n = core.tier_writer.disk.counts.n_written
+        n = core.cache.tiers.disk.counts.n_written
         put_away(core)
         run(core, HISTORY, stable=STABLE)
         put_away(core)
-        assert core.tier_writer.disk.counts.n_written == n > 0
+        assert core.cache.tiers.disk.counts.n_written == n > 0
 
 
 def test_a_conversation_that_lost_its_slot_before_idle_work_is_kept_too(tmp_path):
     with kept_core(tmp_path, n_slots=1) as core:
         run(core, HISTORY, stable=STABLE)
         run(core, text(5, 300))
-        core.tier_writer.flush()
+        core.cache.tiers.flush()
     with kept_core(tmp_path) as core:
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
 
@@ -172,7 +172,7 @@ def test_a_damaged_object_is_a_miss_and_goes(tmp_path, kind):
     victim.write_bytes(data)
     with kept_core(tmp_path) as core:
         result = run(core, [*HISTORY[:STABLE], *NEW])
-        assert core.tier_writer.disk.counts.n_damaged == 1
+        assert core.cache.tiers.disk.counts.n_damaged == 1
         assert not victim.exists()
     assert result.n_cached == 0 and result.tokens == expected
 
@@ -206,7 +206,7 @@ def test_a_directory_that_another_engine_holds_is_left_alone(tmp_path):
     with kept_core(tmp_path) as core:
         store = StoreSettings(str(tmp_path / "states"))
         with open_core(store=store) as second:
-            assert not second.tier_writer.disk.is_on
+            assert not second.cache.tiers.disk.is_on
             run(second, HISTORY, stable=STABLE)
             second.put_away()
         run(core, HISTORY, stable=STABLE)
@@ -226,26 +226,26 @@ def idle_until(core: Core, condition) -> None:
 
 
 def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "RETRY_S", (0.02, 0.05))
+    monkeypatch.setattr(lower_tiers, "RETRY_S", (0.02, 0.05))
     store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
     with open_core(store=store) as second:
         with kept_core(tmp_path / "other"):
             pass
-        assert second.tier_writer.degraded is None
+        assert second.cache.tiers.degraded is None
     with contextlib.ExitStack() as first:
         first.enter_context(kept_core(tmp_path))
         with open_core(store=store) as second:
             assert (
-                "another Everwarm" in second.tier_writer.degraded
-                and second.tier_writer.stats()["disk_is_degraded"] == 1
+                "another Everwarm" in second.cache.tiers.degraded
+                and second.cache.tier_writer.stats()["disk_is_degraded"] == 1
             )
             run(second, HISTORY, stable=STABLE)
             while second.tidy():
                 pass
             assert not files(tmp_path)
             first.close()
-            idle_until(second, lambda: second.tier_writer.degraded is None and second.nap_s is None)
-            assert second.tier_writer.stats()["disk_is_degraded"] == 0
+            idle_until(second, lambda: second.cache.tiers.degraded is None and second.nap_s is None)
+            assert second.cache.tier_writer.stats()["disk_is_degraded"] == 0
             put_away(second)
     assert files(tmp_path, "state")
     with kept_core(tmp_path) as core:
@@ -253,12 +253,12 @@ def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_
 
 
 def test_a_disk_that_refused_something_heals_although_nobody_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "RETRY_S", (0.02, 0.05))
+    monkeypatch.setattr(lower_tiers, "RETRY_S", (0.02, 0.05))
     with kept_core(tmp_path) as core:
-        core.tier_writer.disk._fail("written", OSError("for a test"))
-        core.tier_writer.after_all(lambda: None)  # whatever comes next
-        assert core.tier_writer.degraded
-        idle_until(core, lambda: core.tier_writer.degraded is None)
+        core.cache.tiers.disk._fail("written", OSError("for a test"))
+        core.cache.tiers.after_all(lambda: None)  # whatever comes next
+        assert core.cache.tiers.degraded
+        idle_until(core, lambda: core.cache.tiers.degraded is None)
 
 
 @pytest.mark.parametrize("most", [256, 0])
@@ -268,7 +268,7 @@ def test_many_states_on_disk_are_searched_away_from_the_steps(tmp_path, monkeypa
         run(core, HISTORY, stable=STABLE)
         put_away(core)
     with kept_core(tmp_path) as core:
-        disk, threads = core.tier_writer.disk, []
+        disk, threads = core.cache.tiers.disk, []
         real = disk.find
         disk.find = lambda *asked: threads.append(threading.current_thread()) or real(*asked)
         assert run(core, [*HISTORY[:STABLE], *NEW]).n_cached == STABLE
@@ -280,7 +280,7 @@ def test_a_small_disk_keeps_within_its_budget_and_what_is_left_is_right(tmp_path
         for seed in range(8):
             run(core, text(seed, 400), stable=380)
             put_away(core)
-            disk = core.tier_writer.disk
+            disk = core.cache.tiers.disk
             assert disk.n_bytes == sum(path.stat().st_size for path in files(tmp_path)) <= 1 << 20
         assert disk.counts.n_evicted > 0
     with kept_core(tmp_path, n_slots=1) as core:
@@ -297,7 +297,7 @@ def test_a_branch_inside_an_older_segment_uses_only_its_part_of_it(tmp_path):
         put_away(core)
     with kept_core(tmp_path) as core:
         assert run(core, [*branch[:640], *NEW]).n_cached == 640
-        assert core.tier_writer.disk.counts.n_damaged == 0
+        assert core.cache.tiers.disk.counts.n_damaged == 0
 
 
 @pytest.mark.parametrize("arch", EVERY_KIND)
@@ -322,21 +322,21 @@ def test_random_conversations_with_restarts_are_found_as_far_as_they_were_kept(t
                     kept.append(prompt[:stable])
             put_away(core)
             kept.append(prompt[:stable])
-            assert core.tier_writer.disk.counts.n_damaged == 0
+            assert core.cache.tiers.disk.counts.n_damaged == 0
 
 
 @pytest.mark.parametrize("opens", [True, False])
 def test_a_turn_that_ends_before_the_disk_has_opened_is_written_all_the_same(tmp_path, monkeypatch, opens):
     """The digest of a large model takes its time; whoever stops right after the first answer loses nothing."""
-    may_open, real = threading.Event(), TierWriter._open
-    monkeypatch.setattr(writer_module, "OPEN_S", 0.01)
+    may_open, real = threading.Event(), LowerTiers._open
+    monkeypatch.setattr(lower_tiers, "OPEN_S", 0.01)
     monkeypatch.setattr(core_module, "OPEN_WAIT_S", 5.0 if opens else 0.01)
 
-    def late(self: TierWriter, fingerprint: str) -> None:
+    def late(self: LowerTiers, fingerprint: str) -> None:
         may_open.wait(20)
         real(self, fingerprint)
 
-    monkeypatch.setattr(TierWriter, "_open", late)
+    monkeypatch.setattr(LowerTiers, "_open", late)
     store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
     with open_core(store=store) as core:
         run(core, HISTORY, stable=STABLE)
@@ -345,6 +345,6 @@ def test_a_turn_that_ends_before_the_disk_has_opened_is_written_all_the_same(tmp
         assert core.nap_s, "it waits for the disk, and looks again"
         if opens:
             threading.Timer(0.2, may_open.set).start()
-        core.put_away() if opens else core.ram.flush()
+        core.put_away() if opens else core.cache.ram.flush()
         may_open.set()
     assert bool(files(tmp_path, "state")) is opens

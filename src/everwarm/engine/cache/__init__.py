@@ -4,6 +4,6 @@
 evicts; ``device_room`` makes room on the device: it saves what slots and spares hold, then has them emptied.
 ``restore`` brings a slot to the deepest known point of a prompt. ``offload`` copies a running turn to RAM before its
 reply ends; ``prewarm`` reads the next turn in idle time; ``compaction`` joins small KV segments; ``drop`` forgets on
-request. ``timed_pins`` ends pins in time. ``partings`` learns where prompts part inside a message. ``provenance`` says
-whether kept parts come from one clean reading, and which points other conversations may continue from.
+request. ``timed_pins`` ends pins in time. ``provenance`` says whether kept parts come from one clean reading, and which
+points other conversations may continue from. ``prefix_cache`` is all of them as one thing.
 """

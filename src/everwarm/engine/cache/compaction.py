@@ -34,7 +34,8 @@ def join(context: Context, segments: Sequence[Segment]) -> Segment:
 
 
 def _whole(segments: Sequence[Segment], blob: Blob) -> Segment:
-    first, last = segments[0], segments[-1]
+    first = segments[0]
+    last = segments[-1]
     return Segment(
         blob,
         start=first.start,
@@ -134,7 +135,8 @@ class Joiner:
 
     def _used(self, stretch: SegmentRun) -> Generator[int, None, Segment]:
         """What the lineage uses of a segment."""
-        segment, end = stretch.segment, stretch.users[-1]
+        segment = stretch.segment
+        end = stretch.users[-1]
         self._ram.require_sound(segment.blob)
         if end.mark == segment.stop:
             return segment
@@ -152,7 +154,8 @@ class Joiner:
 
     def _rest(self, stretch: SegmentRun, end: Node) -> Generator[int, None, Segment | None]:
         """What other lineages use of a segment, up to ``end``, beyond where this one left it; None: nothing."""
-        segment, left_at = stretch.segment, stretch.users[-1]
+        segment = stretch.segment
+        left_at = stretch.users[-1]
         if end is left_at:
             return None
         blob = yield from self._context.cutting_segment(segment.blob, left_at.mark, segment.stop, self._ram.place)

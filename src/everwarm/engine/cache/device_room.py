@@ -12,6 +12,7 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.slots import Residents, Slot
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.context import Context
 from everwarm.state.policy import CutKind
@@ -29,6 +30,7 @@ class DeviceRoom:
         writer: RamWriter,
         budget: RamBudget,
         returns: Returns,
+        tiers: LowerTiers,
         tier_writer: TierWriter,
     ) -> None:
         """``tier_writer`` is offered every slot that is about to be emptied and was not offered yet."""
@@ -38,6 +40,7 @@ class DeviceRoom:
         self._writer = writer
         self._budget = budget
         self._returns = returns
+        self._tiers = tiers
         self._tier_writer = tier_writer
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
@@ -77,7 +80,7 @@ class DeviceRoom:
                 self.vacate(slot)
 
     def _would_be_lost(self, slot: Slot) -> bool:
-        return not self._tier_writer.disk.is_on and self._writer.unsaved_bytes(slot) > self._budget.n_free
+        return not self._tiers.disk.is_on and self._writer.unsaved_bytes(slot) > self._budget.n_free
 
     def vacate(self, slot: Slot, root: Node | None = None) -> None:
         """Empty a slot, which then stands at ``root`` or at its own; its conversation comes back from RAM."""
@@ -113,7 +116,8 @@ class DeviceRoom:
 
     def _idle_by_worth(self) -> list[Slot]:
         """Those that are least likely to be continued first, of equals the oldest."""
-        idle, now = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed], time.monotonic()
+        idle = [slot for slot in self._residents.slots if slot.is_idle and slot.n_fed]
+        now = time.monotonic()
 
         def worth(slot: Slot) -> tuple[float, float]:
             return self._returns.worth(slot.node, now - slot.used_at) * slot.n_fed, slot.used_at

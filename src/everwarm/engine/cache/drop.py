@@ -61,7 +61,9 @@ class Dropper:
 
     def _leave(self, node: Node, inside: set[int]) -> None:
         """Empties idle sequences that end at or below the node, after copying to RAM the KV that nodes above it need."""
-        namespace, slots, spares = self.tree.namespace(node), self.residents.slots, self.residents.spares
+        namespace = self.tree.namespace(node)
+        slots = self.residents.slots
+        spares = self.residents.spares
         for spare, end in spares.parked():
             if id(end) in inside:
                 self._save_above(spare, node)

@@ -20,6 +20,7 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.ram import Note, Ram, Receipt
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.model import MemoryKind
@@ -47,6 +48,7 @@ class Offload:
     writer: RamWriter
     budget: RamBudget
     ram: Ram
+    tiers: LowerTiers
     tier_writer: TierWriter
     not_before: float = 0.0  # the next piece
 
@@ -110,7 +112,7 @@ class Offload:
             points = self._copy_rest(slot, n_prompt)
             if points:
                 self.tier_writer.note_end(slot, ended_at)
-                if self.tier_writer.is_on and (self.budget.is_exceeded or not self._has_room(points)):
+                if self.tiers.is_on and (self.budget.is_exceeded or not self._has_room(points)):
                     on_disk = self.tier_writer.offer_ended(slot)
         self.budget.enforce()  # a turn that is larger than all of the RAM tier stays nowhere in it
         notes = self._notes(points)
@@ -120,13 +122,18 @@ class Offload:
     def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
         """Returns the points that a request may continue from."""
         kind = self.kind
-        points = needed_points(slot, n_prompt) if kind.needs_checkpoints else [slot.node] if slot.n_fed else []
+        points = self._points(slot, n_prompt)
         for node in points:
             if node.checkpoint is not None and node.checkpoint.parked is not None:
                 self.writer.copy_state(node)
         if kind.has_attention and points:
             self.writer.save_lineage(slot.seq, points[-1].lineage())
         return points
+
+    def _points(self, slot: Slot, n_prompt: int) -> list[Node]:
+        if self.kind.needs_checkpoints:
+            return needed_points(slot, n_prompt)
+        return [slot.node] if slot.n_fed else []
 
     def _has_room(self, points: Sequence[Node]) -> bool:
         notes = self._notes(points)
@@ -159,7 +166,8 @@ class Offload:
         self.ram.keep_now(receipt.notes, receipt.blobs, is_in_ram)
 
     def _when_on_disk(self, receipt: Receipt, done: Callable[[Where], None]) -> None:
-        tier_writer, name = self.tier_writer, receipt.on_disk
+        tiers = self.tiers
+        name = receipt.on_disk
         if name is None:
             return done(Where.NOWHERE)
         once = _Once(done)
@@ -169,9 +177,9 @@ class Offload:
 
         def is_written() -> None:
             timer.cancel()
-            once(Where.DISK if tier_writer.has(name) else Where.NOWHERE)
+            once(Where.DISK if tiers.disk.has(name) else Where.NOWHERE)
 
-        tier_writer.after_all(is_written)
+        tiers.after_all(is_written)
 
 
 class _Once:
@@ -184,7 +192,8 @@ class _Once:
 
     def __call__(self, where: Where) -> None:
         with self._lock:
-            is_done, self._is_done = self._is_done, True
+            is_done = self._is_done
+            self._is_done = True
         if not is_done:
             self._function(where)
 

@@ -76,7 +76,8 @@ class CoveredRange:
 def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] | None:
     """The nodes whose segments hold the KV between two points, each with the end of its part. A segment that reaches
     back is used as far as it goes. None: some of the KV is missing."""
-    found, at = [], n_items
+    found = []
+    at = n_items
     for node in reversed(path):
         if at <= n_from:
             break
@@ -101,7 +102,8 @@ def entry(path: Sequence[S], n_have: int, n_items: int, chunks: Chunks) -> int:
 def is_exact(node: Node) -> bool:
     """Whether a checkpoint and all the KV kept for it come from one clean reading. KV that is only on the device is the
     checkpoint's own."""
-    checkpoint, lineage = node.checkpoint, node.lineage()
+    checkpoint = node.checkpoint
+    lineage = node.lineage()
     if checkpoint is None or not checkpoint.clean:
         return False
     parts = cover(lineage, 0, node.n_items) or [(n, n.n_items) for n in lineage]
@@ -147,9 +149,11 @@ def _is_passage(node: Node) -> bool:
 def reach_back(node: Node, chunks: Chunks) -> Node:
     """The first node whose KV a segment of this reading must include: the node itself, and passages of other readings
     before it."""
-    first, above = node, node.parent
+    first = node
+    above = node.parent
     while above is not None and above.parent is not None and _is_passage(above):
         if above.segment is not None and is_part_of(above.segment, chunks, above.n_items):
             break
-        first, above = above, above.parent
+        first = above
+        above = above.parent
     return first

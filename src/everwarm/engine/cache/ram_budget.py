@@ -1,7 +1,7 @@
 """Eviction from RAM: keeps what the tree holds within its budget of bytes, and each namespace within its share of it.
 
 ``state.eviction`` says what everything is worth and ``state.policy`` chooses the victims; here they are dropped, after
-``leaving`` was told of them: what is not on disk yet is handed over before RAM gives it up.
+what is not on disk yet was handed to the tiers below.
 """
 
 from __future__ import annotations
@@ -27,6 +27,24 @@ ROOMY = 0.75  # at most so full: what is worth little may be kept
 LOW_WATER = 0.97  # evict a little more than needed, so that not every checkpoint has to evict
 
 
+class BelowRam:
+    """The tiers below RAM. They copy from the device through RAM, so RAM exists first and learns of them by ``bind``;
+    until then there are none."""
+
+    def __init__(self) -> None:
+        self._leaving: Leaving = lambda _nodes: None
+        self.load_s: LoadS = lambda _node, _n_bytes: None
+
+    def bind(self, leaving: Leaving, load_s: LoadS) -> None:
+        """``leaving`` is told of nodes whose state or KV is about to be evicted; ``load_s`` says how long it takes to get
+        it back, None: it is not there."""
+        self._leaving = leaving
+        self.load_s = load_s
+
+    def save(self, nodes: Sequence[Node]) -> None:
+        self._leaving(nodes)
+
+
 class RamBudget:
     def __init__(
         self,
@@ -38,6 +56,7 @@ class RamBudget:
         returns: Returns,
         speed: Speed,
         journal: CheckpointStats,
+        below: BelowRam,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes
@@ -51,8 +70,7 @@ class RamBudget:
         self._n_lifted = 0
         self._hand = Hand(tree)
         self.awaited: dict[int, Node] = {}  # where suspended requests will continue, by their ids: evicted last
-        self.load_s: LoadS = lambda _node, _n_bytes: None  # what RAM loses, from the disk; None: it is not there
-        self.leaving: Leaving = lambda _nodes: None  # told of nodes whose state or KV is about to be evicted
+        self._below = below
 
     @contextlib.contextmanager
     def lifted(self) -> Iterator[None]:
@@ -96,7 +114,8 @@ class RamBudget:
 
     def _shrink(self, root: Node | None, weight: Callable[[], int], budget: int) -> None:
         """Evicts below a root, or anywhere. Of a large tree no more is evicted than must be, part by part."""
-        goal, most = int(budget * LOW_WATER), budget
+        goal = int(budget * LOW_WATER)
+        most = budget
         n_left = 1 + self._hand.n_parts  # parts with nothing to evict
         while weight() > most and n_left > 0:
             part = self._hand.part(root)
@@ -116,7 +135,7 @@ class RamBudget:
         """What is copied meanwhile evicts nothing: the next round does."""
         self._n_lifted += 1
         try:
-            self.leaving(nodes)
+            self._below.save(nodes)
         finally:
             self._n_lifted -= 1
 
@@ -149,6 +168,6 @@ class RamBudget:
             expected=self._returns.expected(running, anywhere=not kind.needs_checkpoints, among=part.among),
             unvisited=self._returns.worth_unvisited,
             awaited=frozenset(node.id for node in self.awaited.values()),
-            load_s=self.load_s,
+            load_s=self._below.load_s,
         )
         return weigh(part.nodes, scales)

@@ -97,6 +97,16 @@ class Restorer:
         n_resident = max((source.n_common for source in sources), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
 
+    def n_known(self, match: Match) -> int:
+        """The items up to the deepest point of a match that can be restored."""
+        if not self._context.kind.needs_checkpoints:
+            return match.n_kv
+        return match.usable[0].n_items if match.usable else 0
+
+    def known(self, prompt: Prompt, namespace: str) -> int:
+        """The items of a prompt up to the deepest point in RAM or on the device that can be restored."""
+        return self.n_known(self.match(prompt, namespace, self.sources(prompt, namespace)))
+
     def knows(self, namespace: str) -> bool:
         """Whether anything of a namespace is kept, on the device or in RAM."""
         root = self._tree.namespaces().get(namespace)

@@ -31,12 +31,12 @@ log = logging.getLogger("everwarm.engine")
 
 class CacheCommands:
     def __init__(self, core: Core, send: Callable[[m.Message], None], number: Number) -> None:
-        self._writer = core.tier_writer
-        self._ram_bytes = core.ram_budget.n_bytes
+        self._tiers = core.cache.tiers
+        self._ram_bytes = core.cache.ram_budget.n_bytes
         self._vocab = core.model.vocab
         self._send = send
         self._number = number
-        self._disk_view = DiskView(core.tier_writer)
+        self._disk_view = DiskView(core.cache.tiers)
         self._aside = ThreadPoolExecutor(1, "everwarm-look")
 
     def handle(self, message: m.CacheQuestion, loop: Loop) -> None:
@@ -54,7 +54,7 @@ class CacheCommands:
         before it."""
 
         def copy(core: Core) -> None:
-            if self._disk_view.copy_places(core.tree):
+            if self._disk_view.copy_places(core.cache.tree):
                 work(core)
             else:
                 loop.post(copy)
@@ -90,7 +90,7 @@ class CacheCommands:
 
     def _turn_page(self, core: Core, question: m.AskTree) -> None:
         with self._reporting(question.id):
-            core.timed_pins.expire(time.monotonic())
+            core.cache.timed_pins.expire(time.monotonic())
             page = turn_page(core, question, self._number)
             self._aside.submit(self._answer, question.id, lambda: finish_page(page, self._disk_view, self._vocab))
 
@@ -103,17 +103,19 @@ class CacheCommands:
                     raise BadRequest(
                         "what is only on disk cannot be pinned for a while: prefetch its prompt, with ttl_s"
                     )
-                self._aside.submit(self._pin_on_disk, order, view_of(core.tree))
+                self._aside.submit(self._pin_on_disk, order, view_of(core.cache.tree))
             elif order.action == "pin" and order.pin_quota is not None and not (node := _find(core, order)).is_pinned:
-                namespace, n_bytes = core.tree.namespace(node), self._new_bytes(core, order, node)
+                namespace = core.cache.tree.namespace(node)
+                n_bytes = self._new_bytes(core, order, node)
                 self._aside.submit(self._pin_if_allowed, order, namespace, n_bytes, loop)
             else:
                 self._pin(core, order)
 
     def hold(self, core: Core, question: m.HoldPrompt, prompt: Prompt, loop: Loop) -> None:
         """Pins the deepest point of a prompt that a request could continue from, for a while."""
+        restorer = core.cache.restorer
         namespace = question.submit.namespace
-        match = core.restorer.match(prompt, namespace, core.restorer.sources(prompt, namespace))
+        match = restorer.match(prompt, namespace, restorer.sources(prompt, namespace))
         usable = match.usable
         if not core.context.kind.needs_checkpoints:
             usable = tuple(node for node in match.path if 0 < node.n_items <= match.n_kv)[-1:]
@@ -132,17 +134,25 @@ class CacheCommands:
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when the pin is durable."""
-        node, writer = _find(core, order), core.tier_writer
+        cache = core.cache
+        node = _find(core, order)
+        writer = cache.tier_writer
         if node.parent is None:
             raise _is_root()
         if order.ttl_s is not None:
-            core.timed_pins.hold(node, time.monotonic() + order.ttl_s)
+            cache.timed_pins.hold(node, time.monotonic() + order.ttl_s)
             return self._send(m.Answer(order.id, {"id": node.id, "pinned": True, "bytes": _weight(node)}))
-        core.timed_pins.release(node)
-        (core.ram.pin if order.action == "pin" else core.ram.unpin)(node)
+        cache.timed_pins.release(node)
+        if order.action == "pin":
+            cache.ram.pin(node)
+        else:
+            cache.ram.unpin(node)
         answer = {"id": node.id, "pinned": node.n_pinned > 0, "bytes": _weight(node)}
-        writer.keep_pinned(node) if order.action == "pin" else writer.after_all(writer.pins.strike(node))
-        return writer.after_all(lambda: self._send(m.Answer(order.id, answer)))
+        if order.action == "pin":
+            writer.keep_pinned(node)
+        else:
+            writer.drop_pin(node)
+        return self._tiers.after_all(lambda: self._send(m.Answer(order.id, answer)))
 
     def _drop(self, core: Core, order: m.CacheOrder) -> None:
         """Answers when it is gone from the disk, too; the answer names the namespace whose texts were forgotten."""
@@ -159,19 +169,19 @@ class CacheCommands:
                 self._pin(core, order)
 
         with self._reporting(order.id):
-            writer = self._writer
-            if writer.disk.is_on:
-                space = short_key(root_key(writer.fingerprint, namespace))
-                held = pinned_on_disk(writer.disk, space)
+            tiers = self._tiers
+            if tiers.disk.is_on:
+                space = short_key(root_key(tiers.fingerprint, namespace))
+                held = pinned_on_disk(tiers.disk, space)
                 self._require_quota(order, HeldPin(held.n_pins + 1, held.n_bytes + n_new_bytes))
             loop.post(go_on)
 
     def _pin_on_disk(self, order: m.CacheOrder, view: TreeSnapshot) -> None:
         """Pins or unpins what is only on disk; answers when that is durable."""
-        writer = self._writer
+        tiers = self._tiers
 
         def change() -> dict[str, Any]:
-            disk = writer.disk
+            disk = tiers.disk
             assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
@@ -185,28 +195,28 @@ class CacheCommands:
             if (kept := node.kept) is None:
                 raise _is_root()
             if order.action == "pin":
-                self._require_quota(order, pinned_on_disk(writer.disk, kept.space, pin_of(kept)))
-            writer.after_all(lambda: self._answer(order.id, change))
+                self._require_quota(order, pinned_on_disk(tiers.disk, kept.space, pin_of(kept)))
+            tiers.after_all(lambda: self._answer(order.id, change))
 
     def _drop_on_disk(self, order: m.CacheOrder, plan: DropPlan) -> None:
         """Looks up what is below the nodes here, and drops it on the disk's own thread."""
-        writer = self._writer
+        tiers = self._tiers
 
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
                 selections = [*(select() for select in plan.on_prompts), TheseStates(tuple(states))]
-            dropped = sum((writer.forget_now(what) for what in selections), plan.dropped)
+            dropped = sum((tiers.forget_now(what) for what in selections), plan.dropped)
             return _drop_answer(order, plan, dropped)
 
         with self._reporting(order.id):
-            writer.wait_open(OPEN_WAIT_S)
-            writer.require_disk()
+            tiers.wait_open(OPEN_WAIT_S)
+            tiers.require_disk()
             spaces = self._disk_view.spaces(plan.view, order.namespace)
             states = [] if order.node is None else self._disk_view.below(plan.view, plan.ids, order.namespace)
             if order.node is not None and order.node < 0 and not states:
                 raise _not_found(order.node)
-            writer.after_all(lambda: self._answer(order.id, forget))
+            tiers.after_all(lambda: self._answer(order.id, forget))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,27 +232,29 @@ class DropPlan:
 
 def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     """Drops nodes from RAM, and the texts that could quote them: these are forgotten in the whole namespace."""
+    cache = core.cache
     is_in_ram = order.node is not None and order.node >= 0
-    namespace = core.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
+    namespace = cache.tree.namespace(_find(core, order)) if is_in_ram else order.namespace
     core.forget_ahead(namespace)
-    view = view_of(core.tree)
+    view = view_of(cache.tree)
     if order.node is not None and order.node < 0:
-        core.dropper.forget_words(namespace)
+        cache.dropper.forget_words(namespace)
         return DropPlan(namespace, view, [order.node], [], Dropped())
-    roots = [root for name, root in core.tree.namespaces().items() if name.startswith(order.namespace)]
+    roots = [root for name, root in cache.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
     on_prompts = [_on_prompts(core, node) for node in nodes]
-    dropped = sum((core.dropper.drop(node) for node in nodes), Dropped())
-    core.dropper.forget_words(namespace)
+    dropped = sum((cache.dropper.drop(node) for node in nodes), Dropped())
+    cache.dropper.forget_words(namespace)
     return DropPlan(namespace, view, ids, on_prompts, dropped)
 
 
 def _on_prompts(core: Core, node: Node) -> Callable[[], Selection]:
     """Selects every state that is on disk at or below a node. Called on another thread: the fingerprint may take long."""
+    cache = core.cache
     ends = [n for n in node.below() if not n.children]
     prompts = tuple(n.path.first(n.n_items) for n in ends)
-    return partial(core.tier_writer.on_prompts, core.tree.namespace(node), prompts, node.start)
+    return partial(cache.tiers.on_prompts, cache.tree.namespace(node), prompts, node.start)
 
 
 def _drop_answer(order: m.CacheOrder, plan: DropPlan, dropped: Dropped) -> dict[str, Any]:
@@ -260,8 +272,9 @@ def _is_root() -> BadRequest:
 
 def _find(core: Core, order: m.CacheOrder) -> Node:
     """``NotFound`` also for a node of another namespace, so that its existence is not revealed."""
-    node = None if order.node is None else core.tree.census.by_id.get(order.node)
-    if node is None or not core.tree.namespace(node).startswith(order.namespace):
+    tree = core.cache.tree
+    node = None if order.node is None else tree.census.by_id.get(order.node)
+    if node is None or not tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
     return node
 
@@ -274,6 +287,7 @@ def _weight(node: Node) -> int:
 
 def _full_weight(core: Core, nodes: Iterable[Node]) -> int:
     """Bytes that these nodes will take in RAM; some may be only on the device now."""
-    shape, kept = core.sizes.shape, [node for node in nodes if node.parent is not None]
+    shape = core.sizes.shape
+    kept = [node for node in nodes if node.parent is not None]
     n_tokens = sum(int(n.mark.n_tokens) - int(n.parent.mark.n_tokens) for n in kept if n.parent is not None)
     return n_tokens * shape.kv_bytes_per_token + shape.state_bytes * sum(n.checkpoint is not None for n in kept)

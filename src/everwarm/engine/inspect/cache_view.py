@@ -72,19 +72,22 @@ class _Snapshot:
 
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     """``TreeChanged``: the starting node is not in the tree any more."""
-    census, moment = core.tree.census, _moment(core, number)
+    tree = core.cache.tree
+    census = tree.census
+    moment = _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
     first = None if question.after is None else census.by_id.get(question.after)
-    is_hidden = first is not None and not core.tree.namespace(first).startswith(question.namespace)
+    is_hidden = first is not None and not tree.namespace(first).startswith(question.namespace)
     if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
-    shown = {name: root for name, root in core.tree.namespaces().items() if root.children or root.id in moment.running}
-    view = view_of(core.tree, shown)
-    n_total = len(census.by_id) - (len(core.tree.roots()) - len(shown))
+    shown = {name: root for name, root in tree.namespaces().items() if root.children or root.id in moment.running}
+    view = view_of(tree, shown)
+    n_total = len(census.by_id) - (len(tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
-    name, rows = "" if first is None else core.tree.namespace(first), []
+    name = "" if first is None else tree.namespace(first)
+    rows = []
     for node in nodes:
         name = view.names.get(node.id, name)
         with_words = question.words_of is not None and name.startswith(question.words_of)
@@ -126,7 +129,7 @@ def walk(roots: Iterable[Node], first: Node | None = None) -> Iterator[Node]:
 
 def _moment(core: Core, number: Number) -> _Snapshot:
     ends = [slot.node for slot in core.slots if slot.n_fed]
-    ends += [node for _, node in core.spares.parked()]
+    ends += [node for _, node in core.cache.residents.spares.parked()]
     running = {}
     for slot in core.slots:
         request = slot.request
@@ -139,9 +142,12 @@ def _moment(core: Core, number: Number) -> _Snapshot:
 
 
 def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> NodeRow:
-    parent, checkpoint, segment = node.parent, node.checkpoint, node.segment
+    parent = node.parent
+    checkpoint = node.checkpoint
+    segment = node.segment
     kv_tiers = _TIERS[node.id in moment.resident, segment is not None]
-    n_end, n_start = node.mark.n_tokens, 0 if parent is None else parent.mark.n_tokens
+    n_end = node.mark.n_tokens
+    n_start = 0 if parent is None else parent.mark.n_tokens
     kv_bytes = 0
     if segment is not None:
         n_cells = segment.stop.n_tokens - segment.start.n_tokens
@@ -174,7 +180,9 @@ def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> 
 def finish_page(page: NodePage, disk: DiskView, vocab: Vocab) -> m.TreeSeen:
     """Completes a page with what is on disk, and with words. ``TreeChanged`` as for ``turn_page``."""
     snapshot = disk.snapshot(page.view)
-    question, found, following = page.question, page.rows, page.next
+    question = page.question
+    found = page.rows
+    following = page.next
     if snapshot.files.names:
         found = [_with_disk(row, snapshot, disk) for row in with_pauses(page.rows)]
     rows = found if question.words_of is None else with_pauses(found)
@@ -193,7 +201,7 @@ def finish_page(page: NodePage, disk: DiskView, vocab: Vocab) -> m.TreeSeen:
 
 def _with_disk(row: NodeRow, snapshot: DiskSnapshot, disk: DiskView) -> NodeRow:
     seen = row.seen
-    kept = snapshot.state_at(seen.id)
+    kept = snapshot.here.get(seen.id)
     changes: dict[str, Any] = {"n_children": seen.n_children + snapshot.tree.n_children[seen.id]}
     if kept is not None and seen.kind is not None:
         changes["state_tiers"] = (*seen.state_tiers, "disk")

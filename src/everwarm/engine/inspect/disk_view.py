@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_tree, kv_on_path
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
@@ -95,9 +95,6 @@ class DiskSnapshot:
     spaces: dict[str, str]  # known namespaces, by the names that headers have for them
     fingerprint: str
 
-    def state_at(self, id: int) -> IndexedObject | None:
-        return self.here.get(id)
-
     def is_pinned(self, kept: IndexedObject) -> bool:
         return point_of(kept.key, kept.n_items) in self.files.marked
 
@@ -115,7 +112,7 @@ EMPTY = DiskSnapshot(StoredFiles(0, frozenset(), [], {}, frozenset()), DiskTree(
 
 @dataclass(slots=True)
 class DiskView:
-    writer: TierWriter
+    tiers: LowerTiers
     most_copied: int = MOST_COPIED
     _places: queue.SimpleQueue[NodePlace] = field(default_factory=queue.SimpleQueue)  # copied, and not looked at yet
     _last_copied: int = 0  # the id of the newest node whose place was copied
@@ -128,7 +125,7 @@ class DiskView:
     def copy_places(self, tree: Tree) -> bool:
         """On the loop's thread, before a ``TreeSnapshot`` is taken: copies the places of nodes that came since the last
         time, a bounded number of them. False: there are more."""
-        if not self.writer.disk.is_on and not self.writer.is_opening:
+        if not self.tiers.disk.is_on and not self.tiers.is_opening:
             self._last_copied = 0
             return True
         new = []
@@ -148,16 +145,15 @@ class DiskView:
 
     def snapshot(self, view: TreeSnapshot) -> DiskSnapshot:
         """What is on disk now. The same as before while nothing has changed."""
-        writer = self.writer
-        disk = writer.disk
+        disk = self.tiers.disk
         if not disk.is_on:
             return EMPTY
         if self._files is None or self._files.version != disk.version:
             self._files = _files(disk)
         seen = (self._files.version, *view.members)
         if self._last is None or self._last[0] != seen:
-            self._learn_points(view, writer.fingerprint)
-            self._last = seen, self._build(view, self._files, writer.fingerprint)
+            self._learn_points(view, self.tiers.fingerprint)
+            self._last = seen, self._build(view, self._files, self.tiers.fingerprint)
         return self._last[1]
 
     def _learn_points(self, view: TreeSnapshot, fingerprint: str) -> None:
@@ -207,7 +203,7 @@ class DiskView:
         if not namespace:
             return None
         snapshot = self.snapshot(view)
-        disk = self.writer.disk
+        disk = self.tiers.disk
         there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
         return frozenset(space for space in (*there, *snapshot.spaces) if snapshot.is_in(space, namespace))
 
@@ -215,7 +211,8 @@ class DiskView:
 
     def rows(self, snapshot: DiskSnapshot, question: m.AskTree, most: int) -> list[m.NodeSeen] | None:
         """At most so many rows, from ``after`` on or from the beginning. None: there is no such node."""
-        nodes, after = snapshot.tree.nodes, question.after
+        nodes = snapshot.tree.nodes
+        after = question.after
         at = 0
         if after is not None and after < 0:
             if after not in snapshot.tree.place:
@@ -241,7 +238,7 @@ class DiskView:
         about = self._headers.get(name)
         if about is None:
             try:
-                with self.writer.disk.reading(name) as reader:
+                with self.tiers.disk.reading(name) as reader:
                     about = _about(reader.header)
             except Damaged:
                 return None
@@ -252,7 +249,8 @@ class DiskView:
 
 
 def _files(disk: DiskTier) -> StoredFiles:
-    version, kept = disk.version, {each.name: each for each in disk.objects()}
+    version = disk.version
+    kept = {each.name: each for each in disk.objects()}
     states = [
         each
         for each in with_pauses(kept.values(), LONG_PAUSE_EVERY)

@@ -15,9 +15,10 @@ _ROUND_TOKENS = 1024
 
 
 def placement_of(core: Core) -> m.Placement:
-    model, sizes = core.model, core.sizes
+    model = core.model
+    sizes = core.sizes
     warn_of_blind_build(model.lib)
-    ram_left = max(0, sizes.ram_bytes - core.tree.ram_bytes)  # the RAM tier will take it
+    ram_left = max(0, sizes.ram_bytes - core.cache.tree.ram_bytes)  # the RAM tier will take it
     return place(
         usable_gpus(model.lib, model.options),
         max(0, host_free_bytes() - ram_left),

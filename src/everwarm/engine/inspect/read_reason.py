@@ -80,7 +80,8 @@ def _evicted(seen: ReadFacts) -> Evicted | None:
 
 def counted(why: ReadReason, n_tokens: Callable[[int], int]) -> ReadReason:
     """The same with every number of items as tokens."""
-    diverged, evicted = why.diverged, why.evicted
+    diverged = why.diverged
+    evicted = why.evicted
     return msgspec.structs.replace(
         why,
         n_shared=n_tokens(why.n_shared),
@@ -92,7 +93,8 @@ def counted(why: ReadReason, n_tokens: Callable[[int], int]) -> ReadReason:
 
 
 def _main_reason(seen: ReadFacts, again: Reason | None, parting: Parting | None) -> Reason:
-    n_known, n_prompt = seen.n_known, len(seen.prompt)
+    n_known = seen.n_known
+    n_prompt = len(seen.prompt)
     n_elsewhere = seen.n_elsewhere
     if not seen.use_cache:
         return Reason.CACHE_OFF
@@ -109,7 +111,8 @@ def _main_reason(seen: ReadFacts, again: Reason | None, parting: Parting | None)
 
 def _why_again(seen: ReadFacts) -> Reason | None:
     """What kept known items from being restored; None: at most a few were read again."""
-    match, n_cached = seen.match, seen.n_cached
+    match = seen.match
+    n_cached = seen.n_cached
     if seen.n_known - n_cached <= GUARD:
         return None
     if not seen.use_cache:
@@ -145,7 +148,8 @@ def _parting(seen: ReadFacts) -> Parting | None:
     n_shared = seen.match.n_shared
     forgotten = seen.forgotten
     if forgotten is not None and forgotten.at > n_shared:
-        at, known = forgotten.at, forgotten.known
+        at = forgotten.at
+        known = forgotten.known
         return forgotten if at < min(len(known), len(seen.prompt)) else None
     if not seen.match.path:  # not even a beginning in common
         return None
@@ -157,6 +161,7 @@ def _parting(seen: ReadFacts) -> Parting | None:
 
 def _diverged(prompt: Prompt, parting: Parting, text_of: TextOf) -> Diverged:
     """The first item that differs, with its surroundings: what comes before, what was known, what was given."""
-    at, stop = parting.at, parting.at + N_SHOWN
+    at = parting.at
+    stop = parting.at + N_SHOWN
     parts = (prompt.part(max(0, at - N_SHOWN), at), parting.known.part(at, stop), prompt.part(at, stop))
     return Diverged(at, *map(text_of, parts))

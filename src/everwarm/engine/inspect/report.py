@@ -1,4 +1,5 @@
-"""What the engine shows of itself in numbers: its slots, its counts, and what is kept. Reads only, on the loop's thread."""
+"""What the engine shows of itself in numbers: its slots, its counts, what is kept, and what a prompt would cost. Reads
+only, on the loop's thread."""
 
 from __future__ import annotations
 
@@ -6,14 +7,24 @@ import dataclasses
 from typing import Any, Literal
 
 from everwarm.engine.core import Core
+from everwarm.engine.process.messages import PromptCost
 from everwarm.engine.request import Request
 from everwarm.engine.slots import Slot
+from everwarm.prompt.prompt import Prompt
 from everwarm.state.null_tiers import NullDisk
+
+
+def prompt_cost(core: Core, prompt: Prompt, namespace: str) -> PromptCost:
+    """What a prompt would cost now. What is only on disk or in the remote store counts as to be read."""
+    n_prompt = prompt.n_tokens(len(prompt))
+    n_cached = prompt.n_tokens(min(core.cache.restorer.known(prompt, namespace), len(prompt)))
+    read_s = (n_prompt - n_cached) * core.speed.seconds_per_token
+    return PromptCost(n_prompt, n_cached, read_s, n_prompt < core.context.n_ctx)
 
 
 def version_of(core: Core) -> int:
     """Changes with everything in RAM or on disk."""
-    return core.tree.census.version + core.tier_writer.disk.version
+    return core.cache.tree.census.version + core.cache.tiers.disk.version
 
 
 def report(core: Core, what: Literal["slots", "counts", "cache"], namespace: str = "") -> object:
@@ -33,7 +44,7 @@ def slots(core: Core, namespace: str) -> list[dict[str, Any]]:
     n_ctx = core.settings.n_ctx_of_request(core.context.n_ctx)
     for slot in core.slots:
         request = slot.request
-        if (request or slot.n_fed) and not core.tree.namespace(slot.node).startswith(namespace):
+        if (request or slot.n_fed) and not core.cache.tree.namespace(slot.node).startswith(namespace):
             busy = {"is_processing": request is not None and not request.ask.ahead, "is_prewarming": False}
             shown.append({"id": slot.seq, "n_ctx": n_ctx, **busy, "n_prompt_tokens": 0, "is_others": True})
             continue
@@ -68,17 +79,18 @@ def _n_read(slot: Slot, request: Request) -> int:
 
 
 def counts(core: Core) -> dict[str, Any]:
+    cache = core.cache
     return {
         **dataclasses.asdict(core.counts),
-        **dataclasses.asdict(core.checkpoint_stats),
+        **dataclasses.asdict(cache.checkpoint_stats),
         "evictions": evictions(core),
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-        "ram_bytes": core.tree.ram_bytes,
-        "ram_n_states": core.tree.census.n_states,
-        "ram_n_segments": core.tree.census.n_segments,
-        "ram_budget_bytes": core.ram_budget.n_bytes,
-        "n_parked": len(core.spares.parked()),
-        "n_spares": len(core.spares),
+        "ram_bytes": cache.tree.ram_bytes,
+        "ram_n_states": cache.tree.census.n_states,
+        "ram_n_segments": cache.tree.census.n_segments,
+        "ram_budget_bytes": cache.ram_budget.n_bytes,
+        "n_parked": len(cache.residents.spares.parked()),
+        "n_spares": len(cache.residents.spares),
         "n_cells_used": core.context.cells.used,
         "n_cells": core.context.n_ctx,
         "n_decodes": core.context.n_decodes,
@@ -87,18 +99,20 @@ def counts(core: Core) -> dict[str, Any]:
         "n_queued": len(core.queue),
         **dataclasses.asdict(core.speculator.counts),
         "n_pictures_encoded": 0 if core.images is None else core.images.n_encoded,
-        **core.ram.stats(),
-        **core.tier_writer.stats(),
-        "disk_n_brought": core.loader.n_brought,
+        **cache.ram.stats(),
+        **cache.tier_writer.stats(),
+        "disk_n_brought": cache.loader.n_brought,
     }
 
 
 def summary(core: Core) -> dict[str, Any]:
-    census, stats = core.tree.census, core.checkpoint_stats
-    n_parked = len(core.spares.parked())
+    cache = core.cache
+    census = cache.tree.census
+    stats = cache.checkpoint_stats
+    n_parked = len(cache.residents.spares.parked())
     ram = {
-        "bytes": core.tree.ram_bytes,
-        "budget_bytes": core.ram_budget.n_bytes,
+        "bytes": cache.tree.ram_bytes,
+        "budget_bytes": cache.ram_budget.n_bytes,
         "n_states": census.n_states,
         "n_segments": census.n_segments,
     }
@@ -132,9 +146,9 @@ def summary(core: Core) -> dict[str, Any]:
 
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
-    disk = core.tier_writer.disk
+    disk = core.cache.tiers.disk
     if isinstance(disk, NullDisk):
-        reason = core.tier_writer.degraded
+        reason = core.cache.tiers.degraded
         return None if reason is None else _NO_DISK | {"reason": reason}
     return {
         "bytes": disk.n_bytes,
@@ -161,4 +175,4 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """How many usable checkpoints were evicted, by reason."""
-    return {**core.checkpoint_stats.evictions, "disk_budget": core.tier_writer.disk.counts.n_evicted}
+    return {**core.cache.checkpoint_stats.evictions, "disk_budget": core.cache.tiers.disk.counts.n_evicted}

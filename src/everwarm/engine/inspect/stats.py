@@ -44,7 +44,8 @@ class RequestStats:
     def add(self, request: Request, why: ReadReason) -> None:
         """Counts a request that has started: what it reused, what that cost, and why it reads the rest."""
         self.n_requests += 1
-        n_cached, n_shared = request.n_tokens(request.n_cached), request.n_tokens(request.n_shared)
+        n_cached = request.n_tokens(request.n_cached)
+        n_shared = request.n_tokens(request.n_shared)
         self.n_prompt += request.n_prompt_tokens
         self.n_cached += n_cached
         self.n_avoidable += max(0, n_shared - n_cached)

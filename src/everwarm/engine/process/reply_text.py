@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.engine.request import Probs
+from everwarm.engine.request import Probs, Request
 from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
 
@@ -85,6 +85,13 @@ def words_of(vocab: Vocab, prompt: Prompt) -> str:
     if len(codes) <= FIRST_TOKENS + LAST_TOKENS:
         return shown(codes)
     return f"{shown(codes[:FIRST_TOKENS])} … {shown(codes[-LAST_TOKENS:])}"
+
+
+def probabilities_of(request: Request, logits: NDArray[np.float32], token: int | None) -> Probs | None:
+    """The log-probabilities of a token that a request has picked, as it wants them."""
+    if request.ask.post_sampling:
+        return left_probabilities(token, request.sampler.candidates)
+    return probabilities(logits, token, request.ask.n_probs)
 
 
 def left_probabilities(token: int | None, candidates: Sequence[tuple[int, float]]) -> Probs | None:

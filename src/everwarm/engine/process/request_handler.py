@@ -23,8 +23,7 @@ from everwarm.engine.cache.offload import Where
 from everwarm.engine.core import Core
 from everwarm.engine.images import image_prompt
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.prompt_cost import prompt_cost
-from everwarm.engine.inspect.report import report
+from everwarm.engine.inspect.report import prompt_cost, report
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.preparation import Preparing
@@ -172,7 +171,7 @@ class RequestHandler:
             log.exception("what the next turn begins with could not be prepared")
             return
         if ahead is not None:
-            loop.post(lambda core: core.prewarm.offer(core.unverified.route(ahead)))
+            loop.post(lambda core: core.offer_prewarm(ahead))
 
     def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
         vocab = self._vocab
@@ -374,7 +373,7 @@ class RequestHandler:
 
     def _finished(self, event: Finished, reply: Reply) -> None:
         """The last frame leaves when the turn would outlive this engine, or is known not to. No other request waits."""
-        receipt, offload, last = event.receipt, self._core.offload, self._last_frame(event.result, reply)
+        receipt, offload, last = event.receipt, self._core.cache.offload, self._last_frame(event.result, reply)
         if receipt is None or offload is None:
             return self._send(last)
 

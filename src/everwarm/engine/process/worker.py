@@ -34,11 +34,11 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
 from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.tiers.tier_writer import TierWriter
+from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.model import Progress
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system.file_watch import WatchedFiles
 from everwarm.llama.system.process import collect_rarely, die_with_parent
 from everwarm.llama.vocab import Vocab
 from everwarm.logs import log_to_stderr
@@ -161,9 +161,9 @@ class Pulse:
         self._beat = partial(m.Beat, None, 0, 0)
         threading.Thread(target=self._run, name="everwarm-beat", daemon=True).start()
 
-    def watch(self, loop: Loop, files: list[FileWatch], writer: TierWriter) -> None:
+    def watch(self, loop: Loop, files: WatchedFiles, tiers: LowerTiers) -> None:
         """Reports these from now on: parts that may be read from any thread."""
-        self._beat = partial(_look, loop, files, writer)
+        self._beat = partial(_look, loop, files, tiers)
 
     def _run(self) -> None:
         while True:
@@ -171,19 +171,17 @@ class Pulse:
             time.sleep(self._beat_s)
 
 
-def _look(loop: Loop, files: list[FileWatch], writer: TierWriter) -> m.Beat:
+def _look(loop: Loop, files: WatchedFiles, tiers: LowerTiers) -> m.Beat:
     """Also looks whether a file has changed: the engine may be idle."""
-    for file in files:
-        file.look()
-    if any(file.is_changed for file in files):
+    if files.look():
         loop.post(Core.require_same_model)
     status = loop.status
-    reason = writer.degraded
+    reason = tiers.degraded
     return m.Beat(
         step_age_s=loop.step_age_s(),
         n_running=status.n_running,
         n_queued=status.n_queued,
-        version=status.tree_version + writer.disk.version,
+        version=status.tree_version + tiers.disk.version,
         degraded={} if reason is None else {"disk": reason},
         backlog=status.backlog,
     )
@@ -271,7 +269,7 @@ def _call_test_hook(core: Core) -> None:
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     handler = RequestHandler(core, wire.send)
     loop = Loop(core, handler.deliver)
-    pulse.watch(loop, core.files, core.tier_writer)
+    pulse.watch(loop, core.files, core.cache.tiers)
     threading.Thread(target=_read_all, args=(wire, loop, handler), name="everwarm-reader", daemon=True).start()
     try:
         loop.run()
@@ -290,13 +288,12 @@ def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
     log.error("%s; nothing more is kept of it", error)
     wire.send(m.Fatal(str(error), "model_changed"))
     wire.flush()
-    for files in core.files:
-        files.wait_still(STILL_S)
+    core.files.wait_still(STILL_S)
     os._exit(EXIT_CHANGED)
 
 
 def _mib_kept(core: Core) -> float:
-    return core.tree.ram_bytes / (1 << 20)
+    return core.cache.tree.ram_bytes / (1 << 20)
 
 
 def _read_all(wire: Wire, loop: Loop, handler: RequestHandler) -> None:

@@ -11,6 +11,8 @@ from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images import ImageCache
 from everwarm.engine.process.messages import Backlog
 from everwarm.engine.request import Ask, Request
+from everwarm.engine.scheduling.request_queue import RequestQueue
+from everwarm.engine.scheduling.turns import TurnTaking, can_pause, next_side
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
@@ -82,6 +84,33 @@ class Admission:
         self._loader = loader
         self._returns = returns
         self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or what there is instead
+        self.turns = TurnTaking()
+
+    def ends_turn(self, queue: RequestQueue, running: Sequence[Slot]) -> bool:
+        """A deterministic request and all the others do not run together. True: the time of those that run is over; they
+        are to be suspended, and the other side's turn begins. ``running``: the oldest first."""
+        now = time.monotonic()
+        waiting = [request.ask.deterministic for request in queue]
+        if not running:
+            self.turns.begin(is_alone=next_side(self.turns.is_alone, waiting), now=now)
+            return False
+        self.turns.note_waiting(waiting, now)
+        oldest = running[0]
+        has_advanced = oldest.request is not None and oldest.n_fed > oldest.request.n_furthest
+        is_over = self.turns.is_over(now, has_advanced=has_advanced) and self._can_pause(oldest)
+        if is_over:
+            self.turns.begin(is_alone=not self.turns.is_alone, now=now)
+        return is_over
+
+    def _can_pause(self, slot: Slot) -> bool:
+        return not self._context.kind.has_window or can_pause(slot)
+
+    def candidates(self, queue: RequestQueue) -> list[Request]:
+        """The requests whose turn it is, in the order in which they are judged. No more deterministic ones take turns than
+        there are slots: each keeps a state in RAM."""
+        is_full = queue.n_suspended_alone >= len(self._slots)
+        own = [r for r in self.in_order(queue, time.monotonic()) if r.ask.deterministic == self.turns.is_alone]
+        return [r for r in own if not (r.ask.deterministic and is_full and r.admitted is None)]
 
     def in_order(self, queue: Iterable[Request], now: float) -> list[Request]:
         """Who is judged first. Requests that were admitted before keep their order, ahead of all others, and so do
@@ -139,7 +168,9 @@ class Admission:
         n_to_read, at = self._estimates.get(request.id, (0, float("-inf")))
         if now - at > ESTIMATE_S:
             prompt = request.items(request.n_items)
-            n_to_read = request.n_prompt - (self._known(request, prompt) if request.ask.use_cache else 0)
+            n_to_read = request.n_prompt - (
+                self._restorer.known(prompt, request.ask.namespace) if request.ask.use_cache else 0
+            )
             self._estimates[request.id] = n_to_read, now
         return n_to_read
 
@@ -225,18 +256,10 @@ class Admission:
             if reader is None or slot.n_fed >= reader.n_prompt or slot.node.root() is not root:
                 continue
             n_common = int(prompt.common_prefix(reader.items(reader.n_prompt)))
-            if n_common - slot.n_fed > GUARD and n_common - self._known(request, prompt) > GUARD:
+            if n_common - slot.n_fed > GUARD and n_common - self._restorer.known(prompt, request.ask.namespace) > GUARD:
                 self._cut_at(slot, min(n_common, len(prompt) - 1))  # the last item is always read
                 return True
         return False
-
-    def _known(self, request: Request, prompt: Prompt) -> int:
-        match = self._restorer.match(
-            prompt, request.ask.namespace, self._restorer.sources(prompt, request.ask.namespace)
-        )
-        if not self._context.kind.needs_checkpoints:
-            return match.n_kv
-        return match.usable[0].n_items if match.usable else 0
 
     def _cut_at(self, slot: Slot, at: int) -> None:
         reader = slot.request

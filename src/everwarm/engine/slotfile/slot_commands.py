@@ -26,10 +26,10 @@ class SlotFiles:
     def __init__(self, core: Core, send: Callable[[m.Message], None]) -> None:
         self._slots = core.slots
         self._n_ctx = core.context.n_ctx
-        self._arena = core.ram.arena
+        self._arena = core.cache.ram.arena
         self._model = core.model
         self._settings = core.settings
-        self._is_right = core.is_right
+        self._is_right = core.files.is_right
         self._send = send
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle

@@ -109,13 +109,13 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
         if checkpoint is None or node.n_items > slot.n_fed:
             continue
         if checkpoint.parked is not None:
-            core.ram_writer.copy_state(node)
-        if checkpoint.state is not None and core.ram.arena.is_sound(checkpoint.state):
+            core.cache.ram_writer.copy_state(node)
+        if checkpoint.state is not None and core.cache.ram.arena.is_sound(checkpoint.state):
             logits = None if checkpoint.logits is None else checkpoint.logits.view(np.uint8)
             names = (f"state-{node.n_items}", "" if logits is None else f"logits-{node.n_items}")
             point = SlotPoint(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
-    state = core.context.capture_sequence(slot.seq, core.ram.arena.lend)
+    state = core.context.capture_sequence(slot.seq, core.cache.ram.arena.lend)
     return Saved(slot.items.first(slot.n_fed), state, tuple(points), _for_llama_server(core, slot, points))
 
 
@@ -130,16 +130,16 @@ def _for_llama_server(core: Core, slot: Slot, points: list[SavedPoint]) -> tuple
 
 
 def _bring_back(core: Core, slot: Slot) -> None:
-    held, is_there = slot.resident(), slot.node.root() is core.tree.root(slot.namespace)
+    held, is_there = slot.resident(), slot.node.root() is core.cache.tree.root(slot.namespace)
     if is_there and int(slot.content.common_prefix(held)) == len(slot.content) == slot.n_fed:
         return
     more = Prompt.of_tokens([0])  # so that the whole of it may be restored
     prompt = slot.content.followed_by(len(slot.content), more)
-    sources = core.restorer.sources(prompt, slot.namespace)
-    match = core.restorer.match(prompt, slot.namespace, sources)
-    if core.loader.bring(prompt, slot.namespace, match):
-        match = core.restorer.match(prompt, slot.namespace, sources)
-    core.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
+    sources = core.cache.restorer.sources(prompt, slot.namespace)
+    match = core.cache.restorer.match(prompt, slot.namespace, sources)
+    if core.cache.loader.bring(prompt, slot.namespace, match):
+        match = core.cache.restorer.match(prompt, slot.namespace, sources)
+    core.cache.restorer.bring(slot, Goal(prompt, slot.namespace), match, sources)
 
 
 def write(path: Path, saved: Saved, claim: Claim, files: Files | None = None) -> int:
@@ -287,7 +287,7 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """Replaces the slot's content by the conversation; returns how many tokens a next request can reuse."""
     if saved.unverified:
         namespace = unverified(namespace, saved.unverified)
-        core.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
+        core.intake.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
     n = _put_sequence(core, slot, saved.prompt, saved.state, namespace)
     _put_points(core, slot, saved.points)
     return n
@@ -300,38 +300,38 @@ def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace
     if int(prompt.codes.max()) >= core.model.vocab.n_tokens:
         raise BadRequest("the file holds tokens that this model does not have")
     empty(core, slot)
-    if not core.room.make_room(n, keep=slot):
+    if not core.cache.room.make_room(n, keep=slot):
         raise BadRequest(f"there is no room for {n} tokens beside what is running; try again later")
     try:
         core.context.restore_sequence(slot.seq, state, prompt.end)
     except MemoryFault as error:
         raise BadRequest(f"the file is not a state of this model: {error}") from None
-    slot.hold(prompt, core.tree.root(namespace), ())
+    slot.hold(prompt, core.cache.tree.root(namespace), ())
     slot.remember(namespace)
-    core.checkpointer.mark_end(slot)
+    core.cache.checkpointer.mark_end(slot)
     return n
 
 
 def _put_points(core: Core, slot: Slot, points: tuple[SavedPoint, ...]) -> None:
     """Keeps the checkpoints of the conversation that was put into the slot, and its end."""
-    prompt, root = slot.content, core.tree.root(slot.namespace)
+    prompt, root = slot.content, core.cache.tree.root(slot.namespace)
     for point, state, logits in points:
-        node = core.tree.grow(root, prompt, point.n_items)
+        node = core.cache.tree.grow(root, prompt, point.n_items)
         if node.checkpoint is None:
             cut = CutKind.named(point.cut)
             kept = Checkpoint(cut, point.clean, point.chunks, state=state, used_at=time.monotonic())
             if logits is not None and logits.nbytes == 4 * core.model.vocab.n_tokens:
                 kept.logits = logits.view(np.float32)
-            core.tree.set_checkpoint(node, kept)
+            core.cache.tree.set_checkpoint(node, kept)
         if point.n_items == slot.n_fed:
             slot.hold(slot.items, slot.node, point.chunks)
-    core.checkpointer.take(slot, CutKind.REPLY)
-    core.ram_budget.enforce()
+    core.cache.checkpointer.take(slot, CutKind.REPLY)
+    core.cache.ram_budget.enforce()
 
 
 def empty(core: Core, slot: Slot) -> None:
     """Empties the slot; what it held stays cached."""
-    core.room.vacate(slot)
+    core.cache.room.vacate(slot)
     slot.forget_content()
 
 
@@ -343,22 +343,22 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     namespace = slot.namespace
     n = content.n_tokens(len(content))
     _bring_back(core, slot)
-    core.prewarm.drop_waiting(core.tree.namespace(slot.node))
+    core.prewarm.drop_waiting(core.cache.tree.namespace(slot.node))
     for branch in prewarmed_branches(slot.node):
-        core.dropper.drop(branch)
+        core.cache.dropper.drop(branch)
     node = slot.node
     slot.vacate()
     slot.forget_content()
-    core.returns.forget(node.lineage())
-    core.returns.forget_empty(node.lineage())
+    core.cache.returns.forget(node.lineage())
+    core.cache.returns.forget_empty(node.lineage())
     while node.parent is not None and not node.children and not node.holders:
         parent = node.parent
         if node.checkpoint is not None:
-            core.checkpointer.drop(node, "erased")
+            core.cache.checkpointer.drop(node, "erased")
         if node.segment is not None:
-            core.tree.drop_segment(node)
+            core.cache.tree.drop_segment(node)
         node = parent
-    core.returns.forget_pruned()
-    core.tree.forgotten.clear(namespace)
-    core.tier_writer.forget(content, namespace, beyond=node.n_items)
+    core.cache.returns.forget_pruned()
+    core.cache.tree.forgotten.clear(namespace)
+    core.cache.tiers.forget(content, namespace, beyond=node.n_items)
     return n

@@ -1,6 +1,7 @@
 """Pins that outlive the engine: stored beside the objects on disk, and set again on nodes that come back to RAM.
 
-The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs. Pinning
+The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs: the
+disk tier may come and go until then. Pinning
 memory for a device is something else: see ``pinned_arena``.
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
@@ -19,16 +19,7 @@ from everwarm.state.tree import Node, Tree
 
 MOST_PINS = 256  # of one namespace, unless an admin pins
 
-Job = Callable[[], None]
-
-
-class PinnedStore(Protocol):
-    """Where pins are stored; the disk tier may come and go."""
-
-    @property
-    def disk(self) -> DiskTier: ...
-    @property
-    def fingerprint(self) -> str: ...
+PinJob = Callable[[DiskTier, str], None]  # done on the disk's thread, with the fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,46 +40,46 @@ def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> HeldPin:
     return HeldPin(len(pins), sum(kept[name].size for name in names if name in kept))
 
 
-class PinBoard:
-    def __init__(self, tree: Tree, ram: Ram, store: PinnedStore) -> None:
-        self._tree = tree
-        self._ram = ram
-        self._store = store
+def pin_again(
+    tree: Tree, ram: Ram, disk: DiskTier, fingerprint: str, namespace: str, prompt: Prompt, n_items: int
+) -> None:
+    """Pins those nodes of a prompt's first items again that were pinned before. The items are in the tree."""
+    if not disk.pins.marked:
+        return
+    root = root_key(fingerprint, namespace)
+    wanted = {pin.key: pin.n_items for pin in disk.pins.all() if pin.space == short_key(root)}
+    ends = {n for n in wanted.values() if 0 < n <= n_items}
+    for n, key in keys(root, prompt, ends).items() if ends else ():
+        if wanted.get(key) == n:
+            ram.pin(tree.grow(tree.root(namespace), prompt, n))
 
-    def renew(self, namespace: str, prompt: Prompt, n_items: int) -> None:
-        """Pins those nodes of these items again that were pinned before. The items are in the tree."""
-        pins = self._store.disk.pins
-        if not pins.marked:
-            return
-        root = root_key(self._store.fingerprint, namespace)
-        wanted = {pin.key: pin.n_items for pin in pins.all() if pin.space == short_key(root)}
-        ends = {n for n in wanted.values() if 0 < n <= n_items}
-        for n, key in keys(root, prompt, ends).items() if ends else ():
-            if wanted.get(key) == n:
-                self._ram.pin(self._tree.grow(self._tree.root(namespace), prompt, n))
 
-    def note(self, node: Node) -> Job:
-        """A job that stores the pin of this node."""
-        namespace, path, at = self._tree.namespace(node), node.path, node.n_items
-        ends = sorted(n.n_items for n in node.lineage())
+def pin_job(tree: Tree, node: Node) -> PinJob:
+    """Stores the pin of this node."""
+    namespace = tree.namespace(node)
+    path = node.path
+    at = node.n_items
+    ends = sorted(n.n_items for n in node.lineage())
 
-        def write() -> None:
-            root = root_key(self._store.fingerprint, namespace)
-            named = keys(root, path, ends)
-            above = tuple(point_of(named[n], n) for n in ends if n != at)
-            self._store.disk.pin(Pin(named[at], at, short_key(root), above))
+    def write(disk: DiskTier, fingerprint: str) -> None:
+        root = root_key(fingerprint, namespace)
+        named = keys(root, path, ends)
+        above = tuple(point_of(named[n], n) for n in ends if n != at)
+        disk.pin(Pin(named[at], at, short_key(root), above))
 
-        return write
+    return write
 
-    def strike(self, node: Node) -> Job:
-        """A job that removes the stored pin of this node."""
-        namespace, path, at = self._tree.namespace(node), node.path, node.n_items
 
-        def write() -> None:
-            root = root_key(self._store.fingerprint, namespace)
-            self._store.disk.unpin(keys(root, path, (at,)).values())
+def unpin_job(tree: Tree, node: Node) -> PinJob:
+    """Removes the stored pin of this node."""
+    namespace = tree.namespace(node)
+    path = node.path
+    at = node.n_items
 
-        return write
+    def write(disk: DiskTier, fingerprint: str) -> None:
+        disk.unpin(keys(root_key(fingerprint, namespace), path, (at,)).values())
+
+    return write
 
 
 def pinned_below(node: Node) -> Iterator[Node]:

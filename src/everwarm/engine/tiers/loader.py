@@ -10,20 +10,20 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.packing import PartReader, object_size
+from everwarm.engine.tiers.disk_pins import pin_again
+from everwarm.engine.tiers.lower_tiers import LowerTiers
+from everwarm.engine.tiers.packing import object_size
 from everwarm.engine.tiers.ram import Ram
-from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -33,6 +33,7 @@ from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
+from everwarm.state.tier import ObjectSource, PartReader
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
@@ -117,16 +118,10 @@ def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
     return found.n_items if isinstance(found, IndexedObject) else request.n_have
 
 
-class PointStore(Protocol):
-    """Where objects are read from."""
-
-    def reading(self, name: str) -> AbstractContextManager[PartReader]: ...
-
-
 class Loader:
     def __init__(
         self,
-        tier_writer: TierWriter,
+        tiers: LowerTiers,
         context: Context,
         tree: Tree,
         checkpointer: Checkpointer,
@@ -134,9 +129,11 @@ class Loader:
         speed: Speed,
         policy: RestorePolicy,
         most_joined: int,
+        stores: Callable[[Node], bool],
     ) -> None:
-        """``most_joined``: tokens of a segment that is made of several."""
-        self._tier_writer = tier_writer
+        """``most_joined``: tokens of a segment that is made of several. ``stores``: whether the disk has a node's state."""
+        self._tiers = tiers
+        self._stores = stores
         self._context = context
         self._tree = tree
         self._checkpointer = checkpointer
@@ -153,7 +150,7 @@ class Loader:
     @property
     def is_on(self) -> bool:
         """Whether there is anything to load from now."""
-        return self._tier_writer.is_on
+        return self._tiers.is_on
 
     def close(self) -> None:
         self._fetchers.shutdown()
@@ -181,7 +178,7 @@ class Loader:
                 CoveredRange(node.start, end, node.segment) for node, end in zip(match.path, known, strict=True)
             )
             request = replace(request, n_kv=n_have, exact=True, kept=kept)
-        are_many = self._tier_writer.disk.n_lengths() > MAX_LENGTHS_HERE
+        are_many = self._tiers.disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(request)
         if isinstance(found, Brought) and not self._may_remote_help(request, found):
             return found
@@ -199,18 +196,18 @@ class Loader:
         """Whether the remote store can be faster than prefilling what is not cached here."""
         n_new = len(request.prompt) - 1 - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
-        return n_new > GUARD and self._tier_writer.remote.answers_within(read_s)
+        return n_new > GUARD and self._tiers.remote.answers_within(read_s)
 
     def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
         """The deepest point on disk that is worth loading; else why there is none."""
-        disk = self._tier_writer.disk
+        disk = self._tiers.disk
         if not disk.is_on:
             return Brought()
-        root = root_key(self._tier_writer.fingerprint, request.namespace)
-        kept = self._tier_writer.find(root, request.prompt, len(request.prompt) - 1)
+        root = root_key(self._tiers.fingerprint, request.namespace)
+        kept = self._tiers.find(root, request.prompt, len(request.prompt) - 1)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
-            foreign = self._tier_writer.foreign_prompts
+            foreign = self._tiers.foreign_prompts
             return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
@@ -226,7 +223,8 @@ class Loader:
             return Brought(n_spoilt=fetch.n_items)
         if isinstance(loaded, Brought):
             return loaded
-        tree, root = self._tree, self._tree.root(fetch.namespace)
+        tree = self._tree
+        root = self._tree.root(fetch.namespace)
         for segment, reach in loaded.segments:
             for end in (piece.n_stop for piece in segment.pieces if piece.n_stop < reach):
                 tree.grow(root, fetch.prompt, end)  # where turns ended; the disk may have a state there
@@ -237,7 +235,8 @@ class Loader:
             node = tree.grow(root, fetch.prompt, loaded.n_items)
         if loaded.checkpoint is not None and node.checkpoint is None:
             tree.set_checkpoint(node, loaded.checkpoint)
-        self._tier_writer.pins.renew(fetch.namespace, fetch.prompt, loaded.n_items)
+        tiers = self._tiers
+        pin_again(tree, self._ram, tiers.disk, tiers.fingerprint, fetch.namespace, fetch.prompt, loaded.n_items)
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
@@ -249,15 +248,16 @@ class Loader:
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
             return
         self._read_rate = _RATE_MEMORY * self._read_rate + (1 - _RATE_MEMORY) * rate
-        self._tier_writer.after_all(partial(self._tier_writer.disk.touch, loaded.names))
+        self._tiers.after_all(partial(self._tiers.disk.touch, loaded.names))
         self.n_brought += 1
 
     def load_s(self, node: Node, n_bytes: int) -> float | None:
         """Seconds to load what RAM would lose with a node; None: the disk does not have it."""
-        return n_bytes / self._read_rate if self._tier_writer.stores(node) else None
+        return n_bytes / self._read_rate if self._stores(node) else None
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
-        load_s, read_s = n_bytes / rate, n_saved * self._speed.seconds_per_token
+        load_s = n_bytes / rate
+        read_s = n_saved * self._speed.seconds_per_token
         if self._policy == "auto" and load_s > read_s:
             log.debug("reading %d tokens again (%.3f s) is faster than loading them (%.3f s)", n_saved, read_s, load_s)
             return False
@@ -267,8 +267,9 @@ class Loader:
 
     def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         """Loads from the remote store if it has more than the disk, else from the disk."""
-        remote = self._tier_writer.remote
-        root = root_key(self._tier_writer.fingerprint, request.namespace)
+        remote = self._tiers.remote
+        disk = self._tiers.disk
+        root = root_key(self._tiers.fingerprint, request.namespace)
         pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
         if pointer is None:
             return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
@@ -284,7 +285,7 @@ class Loader:
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
         )
         try:
-            with remote.fetching(pointer, request.n_kv, patience_s, self._tier_writer.disk) as store:
+            with remote.fetching(pointer, request.n_kv, patience_s, disk, disk.names()) as store:
                 loaded = self._load(store, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
@@ -298,9 +299,9 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._tier_writer, kept.name, kept.n_items, request)
+        return self._load(self._tiers, kept.name, kept.n_items, request)
 
-    def _load(self, store: PointStore, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
+    def _load(self, store: ObjectSource, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._context.kind
@@ -334,7 +335,7 @@ class Loader:
             return group
 
     def _load_segment(
-        self, store: PointStore, request: LoadRequest, n_kv: int, name: str, reach: int
+        self, store: ObjectSource, request: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
         """None: its KV is in RAM already."""
         if reach <= n_kv:
@@ -363,9 +364,10 @@ class Loader:
 
     def _checked(self, reader: PartReader, prompt: Prompt, stop: int) -> ObjectHeader:
         """Compares the items themselves, as far as they are used: a hash alone never decides."""
-        head, stored = reader.header, self._own_items(reader)
+        head = reader.header
+        stored = self._own_items(reader)
         start = head.n_start if head.kind == "kv" else 0
-        if len(stored) != head.n_items - start or head.fingerprint != self._tier_writer.fingerprint:
+        if len(stored) != head.n_items - start or head.fingerprint != self._tiers.fingerprint:
             raise Damaged("it is not what the index says")
         if not start < stop <= min(head.n_items, len(prompt)):
             raise Damaged("it does not reach as far as it is needed")

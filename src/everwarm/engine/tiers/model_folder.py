@@ -48,7 +48,8 @@ class ModelFolder:
 
     def renew(self) -> None:
         """Stores the speed if it has changed."""
-        now, written = self._speed.seconds_per_token, self._about.seconds_per_token
+        now = self._speed.seconds_per_token
+        written = self._about.seconds_per_token
         if not self._speed.n_measured or (written is not None and abs(now / written - 1) < WORTH_WRITING):
             return
         self._about = msgspec.structs.replace(self._about, seconds_per_token=now)

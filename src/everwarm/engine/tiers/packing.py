@@ -1,10 +1,11 @@
-"""Turns a point of the tree into objects: the state there, and the KV that leads to it. Knows no tier."""
+"""Turns a point of the tree into objects: the state there, and the KV that leads to it; or into a parcel with a pointer,
+as the remote store keeps them. Knows no tier."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from everwarm.engine.cache.provenance import cover
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import history_over, keys, root_key, short_key
+from everwarm.state.remote.pointer import MAC_BYTES, Need, Parcel, Pointer, grid_points, names_at
 from everwarm.state.store.object import (
     Damaged,
     KvCut,
@@ -22,19 +24,11 @@ from everwarm.state.store.object import (
     size_of,
     state_name,
 )
+from everwarm.state.tier import PartReader
 from everwarm.state.tree import Node, Segment, SegmentPiece, Tree
 from everwarm.types import Blob, Place, heap
 
 Segments = list[tuple[Segment, int]]  # each with up to which item it is used
-
-
-class PartReader(Protocol):
-    """An object whose parts can be read, from a file or from the queue of those to be written."""
-
-    @property
-    def header(self) -> ObjectHeader: ...
-
-    def read(self, name: str, place: Place = heap) -> Blob: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +72,17 @@ class Kv:
 
 
 class Packing:
-    def __init__(self, context: Context, tree: Tree, words: Callable[[Prompt], str]) -> None:
+    def __init__(
+        self, context: Context, tree: Tree, words: Callable[[Prompt], str], fingerprint: Callable[[], str]
+    ) -> None:
+        """``fingerprint``: asked when something is packed; until then it may be unknown."""
         self._context = context
         self._tree = tree
         self._words = words
-        self.fingerprint = ""
+        self._fingerprint = fingerprint
 
     def root(self, node: Node) -> str:
-        return root_key(self.fingerprint, self._tree.namespace(node))
+        return root_key(self._fingerprint(), self._tree.namespace(node))
 
     def state_name(self, node: Node, n_items: int | None = None) -> str:
         """The name of the object that completes this point, or one above it after ``n_items``."""
@@ -143,7 +140,7 @@ class Packing:
         named = keys(root, path, (n_start, n_stop))
         header = ObjectHeader(
             kind="kv",
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint(),
             start=named[n_start],
             key=named[n_stop],
             n_start=n_start,
@@ -158,15 +155,18 @@ class Packing:
     def _part(self, segment: Segment, path: Prompt, n_start: int, n_stop: int) -> ObjectPart:
         if (n_start, n_stop) == (segment.n_start, segment.n_stop):
             return segment.blob
-        context, whole, marks = self._context, segment.blob, (path.mark(n_start), path.mark(n_stop))
+        context = self._context
+        whole = segment.blob
+        marks = (path.mark(n_start), path.mark(n_stop))
         return KvCut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
 
     def state_job(self, root: str, node: Node, kv: Kv) -> Job:
-        n, checkpoint = node.n_items, node.checkpoint
+        n = node.n_items
+        checkpoint = node.checkpoint
         key = keys(root, node.path, (n,))[n]
         header = ObjectHeader(
             kind="state",
-            fingerprint=self.fingerprint,
+            fingerprint=self._fingerprint(),
             start=key,
             key=key,
             n_start=n,
@@ -184,6 +184,25 @@ class Packing:
         if checkpoint is not None and checkpoint.state is not None:
             parts["state"] = checkpoint.state
         return Job(header, parts)
+
+    def parcel(self, node: Node, is_kept: Callable[[str], bool], *, is_hinted: bool) -> Parcel | None:
+        """A point for other servers, with the names that they look for. ``is_hinted``: it lies at a boundary that they
+        know; else its names are those of a grid. None: it is kept already, or not all of it is here."""
+        root = self.root(node)
+        n = node.n_items
+        cells = {} if is_hinted else grid_points(n)
+        named = keys(root, node.path, {n, *cells.values()})
+        if is_kept(Pointer(named[n], n, 1).name):
+            return None
+        segments = self.segments(node)
+        kv = None if segments is None else self.kv(root, segments, is_kept)
+        if kv is None:
+            return None
+        state = self.state_job(root, node, kv)
+        needs = [Need(use.piece.name, use.piece.size + MAC_BYTES, use.reach) for use in kv.uses]
+        pointer = Pointer(named[n], n, file_size(state.header, state.parts) + MAC_BYTES, tuple(needs))
+        names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
+        return Parcel(tuple((job.header, job.parts) for job in (*kv.jobs, state)), pointer, tuple(names))
 
 
 def _bytes(path: Prompt, start: int, stop: int) -> Blob:

@@ -117,7 +117,6 @@ class Ram:
         pinning: Pinning | None = None,
         is_right: Callable[[], bool] = lambda: True,
     ) -> None:
-        tree.watcher = self
         self.arena = arena
         self._tree = tree
         self._kind = kind
@@ -268,7 +267,9 @@ class Ram:
 
     def shrink(self, seconds_per_token: float) -> None:
         """Evicts the least valuable of what was found until the rest fits the budget; the memory is freed at once."""
-        tree, kind, budget = self._tree, self._kind, self.arena.budget_bytes
+        tree = self._tree
+        kind = self._kind
+        budget = self.arena.budget_bytes
         resident: frozenset[int] = frozenset()
         while tree.ram_bytes > budget:
             nodes = list(tree.nodes())
@@ -286,7 +287,8 @@ class Ram:
         self.arena.trim()
 
     def _lay(self, about: StateMeta, blob: Blob, path: Prompt) -> None:
-        root, now = self._tree.root(about.namespace), time.monotonic()
+        root = self._tree.root(about.namespace)
+        now = time.monotonic()
         if not about.cut:
             segment = Segment(
                 blob,
@@ -393,7 +395,8 @@ def _path_of(about: StateMeta, known: dict[str, Prompt], ends: list[int]) -> Pro
     it."""
     if about.key in known:
         return known[about.key]
-    above, own = known.get(about.start) if about.n_start else Prompt.of_tokens([]), about.own
+    above = known.get(about.start) if about.n_start else Prompt.of_tokens([])
+    own = about.own
     if above is None or own is None:
         return None
     path = above.followed_by(about.n_start, own)

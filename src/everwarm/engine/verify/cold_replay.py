@@ -87,7 +87,7 @@ class ExactReport:
 def compare_with_cold(core: Core, most: int = 4) -> ExactReport:
     """Replay up to ``most`` clean checkpoints cold with their recorded chunks. For each there is a control: the same
     replay with one item changed, which must not give the same bytes."""
-    kept = ((node, node.checkpoint) for node in core.tree.nodes())
+    kept = ((node, node.checkpoint) for node in core.cache.tree.nodes())
     clean = [(node, point) for node, point in kept if point and point.clean and point.state is not None]
     clean.sort(key=lambda pair: -pair[0].n_items)
     different = n_controls = controls_equal = 0

@@ -285,6 +285,40 @@ class FileWatch(Closing):
             os.close(fd)
 
 
+class WatchedFiles:
+    """The files of a model and those of its projector, together."""
+
+    def __init__(self, watches: Sequence[FileWatch]) -> None:
+        self._watches = tuple(watches)
+
+    def look(self) -> bool:
+        """Whether any is known to have changed, after a look at all of them."""
+        for watch in self._watches:
+            watch.look()
+        return any(watch.is_changed for watch in self._watches)
+
+    def require_same(self) -> None:
+        """``ModelChanged``: a file was overwritten. Nothing computed with it is valid for the file as it is now."""
+        for watch in self._watches:
+            if watch.is_changed:
+                raise ModelChanged(watch.reason)
+
+    def may_be_used(self, wait_s: float) -> bool:
+        """False: a file seems to have been written to and is being read again; waits for the outcome, at most so long."""
+        held = [watch for watch in self._watches if not watch.may_be_used]
+        for watch in held:
+            watch.wait_decided(wait_s)
+        return not held
+
+    def is_right(self) -> bool:
+        """Whether everything that was computed until now is right. Waits until that is known."""
+        return all(watch.is_right() for watch in self._watches)
+
+    def wait_still(self, seconds: float) -> None:
+        for watch in self._watches:
+            watch.wait_still(seconds)
+
+
 def _mark(stat: os.stat_result) -> FileMark:
     return FileMark(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 

@@ -126,7 +126,8 @@ def _open(scheme: str, place: str, path: str, endpoint: str | None) -> Any:
     if scheme == "file":
         Path(path).mkdir(parents=True, exist_ok=True, mode=0o700)
         return LocalStore(path)
-    brief, long = timedelta(milliseconds=10), timedelta(milliseconds=100)
+    brief = timedelta(milliseconds=10)
+    long = timedelta(milliseconds=100)
     return S3Store(
         place,
         config={} if endpoint is None else {"endpoint": endpoint},

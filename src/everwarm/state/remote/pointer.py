@@ -86,7 +86,8 @@ def encode_signed(pointer: Pointer, name: str, mac: Mac) -> bytes:
 
 def decode_signed(data: bytes, name: str, mac: Mac) -> Pointer:
     """``Damaged``: it was not written under this name with this key."""
-    body, own = data[:-MAC_BYTES], data[-MAC_BYTES:]
+    body = data[:-MAC_BYTES]
+    own = data[-MAC_BYTES:]
     if not mac.is_right(own, name, len(body), body):
         raise Damaged("its MAC is not one of this key, name and model")
     try:

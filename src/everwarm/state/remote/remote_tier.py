@@ -45,7 +45,7 @@ from everwarm.state.remote.pointer import (
 )
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
-from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, Selection, TheseStates
+from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, PartReader, Selection, TheseStates
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
@@ -104,7 +104,8 @@ class Download:
         return _Fetched(self, name, mac)
 
     def fill(self, view: memoryview, offset: int) -> None:
-        into, done = np.frombuffer(view, np.uint8), 0
+        into = np.frombuffer(view, np.uint8)
+        done = 0
         while done < len(into):
             at = (offset + done) // PIECE * PIECE
             data = np.frombuffer(self._answer(at).data, np.uint8)[offset + done - at :]
@@ -168,7 +169,9 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         """The store has answered, to a trial or to a request."""
-        self.is_open, self.n_failures, self._open_s = False, 0, FIRST_OPEN_S
+        self.is_open = False
+        self.n_failures = 0
+        self._open_s = FIRST_OPEN_S
 
     def _wait(self, luck: float) -> float:
         return self._open_s * (1 + JITTER * (2 * luck - 1))
@@ -213,7 +216,8 @@ class RemoteTier:
         self._writing: set[Future[None]] = set()
         self._packer = ThreadPoolExecutor(1, "everwarm-remote-pack")
         self._loop = asyncio.new_event_loop()
-        self._pieces, self._writers = asyncio.Semaphore(N_PIECES), asyncio.Semaphore(N_WRITERS)
+        self._pieces = asyncio.Semaphore(N_PIECES)
+        self._writers = asyncio.Semaphore(N_WRITERS)
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="everwarm-remote", daemon=True)
         self._thread.start()
@@ -314,10 +318,12 @@ class RemoteTier:
         return Download(lambda start, stop: self._begin(piece(start, stop)), min(size, MAX_OBJECT), patience_s)
 
     @contextlib.contextmanager
-    def fetching(self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource) -> Iterator[RemoteFetch]:
-        """The objects of a state, without KV of its first ``n_kv`` items; those that are ``nearer`` are read there. On
-        leaving, pending downloads are not waited for."""
-        fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer)
+    def fetching(
+        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource, names: frozenset[str]
+    ) -> Iterator[RemoteFetch]:
+        """The objects of a state, without KV of its first ``n_kv`` items; those with these names are read from a
+        ``nearer`` tier. On leaving, pending downloads are not waited for."""
+        fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer, names)
         try:
             yield fetch
             self.counts.n_hits += 1
@@ -530,12 +536,18 @@ class RemoteFetch:
     """The download of a state and its KV: everything that no nearer tier has is requested at once."""
 
     def __init__(
-        self, remote: RemoteTier, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource
+        self,
+        remote: RemoteTier,
+        pointer: Pointer,
+        n_kv: int,
+        patience_s: float,
+        nearer: ObjectSource,
+        names: frozenset[str],
     ) -> None:
         self._remote = remote
         self._nearer = nearer
         self._patience_s = patience_s
-        self._names_nearer = nearer.names()
+        self._names_nearer = names
         sizes = {pointer.name: pointer.size} | {need.name: need.size for need in pointer.needs if need.reach > n_kv}
         self._downloads = {
             name: remote.download(name, size, patience_s)
@@ -543,7 +555,7 @@ class RemoteFetch:
             if name not in self._names_nearer
         }
 
-    def reading(self, name: str) -> contextlib.AbstractContextManager[ObjectReader]:
+    def reading(self, name: str) -> contextlib.AbstractContextManager[PartReader]:
         if name in self._names_nearer:
             return self._nearer.reading(name)
         download = self._downloads.pop(name, None) or self._remote.download(name, FIRST_GUESS, self._patience_s)

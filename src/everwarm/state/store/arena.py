@@ -257,8 +257,10 @@ class Arena:
 
     def _adopt_row(self, row: int, size: int, taken: list[tuple[int, int]]) -> Found | None:
         kept = self._rows[row]
-        at, n_bytes = int(kept["at"]), int(kept["size"])
-        about_at, n_about = int(kept["about_at"]), int(kept["about_size"])
+        at = int(kept["at"])
+        n_bytes = int(kept["size"])
+        about_at = int(kept["about_at"])
+        n_about = int(kept["about_size"])
         extents = [(at, _room(n_bytes)), (about_at, _room(n_about))]
         sane = int(kept["state"]) == _KEPT and n_bytes > 0 and 0 < n_about <= MAX_ABOUT
         if not sane or any(start < FIRST_EXTENT or start % ALIGN or start + room > size for start, room in extents):
@@ -270,7 +272,9 @@ class Arena:
             return None
         blob = self._hand_out(at, n_bytes)
         extent = self._alive[at]
-        extent.row, extent.about, extent.doubt = row, extents[1], kept["digest"].tobytes()
+        extent.row = row
+        extent.about = extents[1]
+        extent.doubt = kept["digest"].tobytes()
         return Found(about, blob)
 
     def _lay_out_free(self, size: int) -> None:
@@ -355,11 +359,13 @@ class Arena:
             room += self._free.pop(i)[1]
         if i and sum(self._free[i - 1]) == at != self._fence:
             before = self._free.pop(i := i - 1)
-            at, room = before[0], before[1] + room
+            at = before[0]
+            room = before[1] + room
         self._free.insert(i, (at, room))
 
     def _return_pages(self, at: int, room: int) -> None:
-        start, stop = _paged(at), (at + room) // PAGE * PAGE
+        start = _paged(at)
+        stop = (at + room) // PAGE * PAGE
         if stop > start and hasattr(mmap, "MADV_REMOVE"):
             with contextlib.suppress(OSError):  # an ordinary file may not know how
                 self._map.madvise(mmap.MADV_REMOVE, start, stop - start)

@@ -96,7 +96,8 @@ class Pins:
 
     def _read(self) -> None:
         self._by_key = {pin.key: pin for pin in _read(self._path, self._files)}
-        self.marked, self.trouble = self._marks(), None
+        self.marked = self._marks()
+        self.trouble = None
 
     def all(self) -> tuple[Pin, ...]:
         return tuple(self._by_key.values())
@@ -566,7 +567,8 @@ class Disk:
                 self._store_changed()
 
     def _store_changed(self) -> None:
-        names, self._changed = self._changed, []
+        names = self._changed
+        self._changed = []
         with self._indexing():
             self._index.store_all(self._objects[name] for name in names if name in self._objects)
 
@@ -672,7 +674,8 @@ class Disk:
         self.counts.n_failures += 1
         if self.degraded is None:
             log.warning("the disk tier is degraded: an object could not be %s (%s)", what, error)
-        self.degraded, self._failed_to = str(error), what
+        self.degraded = str(error)
+        self._failed_to = what
 
 
 def _kept(head: ObjectHeader, size: int, used_at: float, hits: int = 0) -> IndexedObject:

@@ -36,14 +36,17 @@ def score(kept: IndexedObject, now: float) -> float:
 
 def holds_until(first: IndexedObject, second: IndexedObject, now: float) -> float:
     """Until when ``first`` stays before ``second``, given that it is now. May be earlier than that, never later."""
-    age_first, age_second = now - first.used_at, now - second.used_at
+    age_first = now - first.used_at
+    age_second = now - second.used_at
     if age_first < 0 or age_second < 0:
         return now  # the clock went back: a state does not age until the clock has caught up
-    worth_first, worth_second = _worth(first), _worth(second)
+    worth_first = _worth(first)
+    worth_second = _worth(second)
     if worth_second >= worth_first:
         return _NEVER
     gap = worth_first - worth_second
-    of_first, of_second = worth_first * (HALF_LIFE_S + age_second), worth_second * (HALF_LIFE_S + age_first)
+    of_first = worth_first * (HALF_LIFE_S + age_second)
+    of_second = worth_second * (HALF_LIFE_S + age_first)
     return now + (of_second - of_first) / gap - _ROUNDING * (of_first + of_second) / gap - _TICK_S
 
 
@@ -115,7 +118,8 @@ class EvictionOrder:
             until[2 * at : 3 * at] = self._until[at : 2 * at]
             at *= 2
         winner[1], until[1] = self._winner[1], self._until[1]
-        self._winner, self._until = winner, until
+        self._winner = winner
+        self._until = until
         self._states += [None] * capacity
         self._number.extend([0] * capacity)
         self._free = list(range(2 * capacity - 1, capacity - 1, -1))
@@ -140,13 +144,15 @@ class EvictionOrder:
         return n_left - 1 if n_left > 0 else 0
 
     def _play(self, node: int) -> None:
-        left, right = self._winner[2 * node], self._winner[2 * node + 1]
+        left = self._winner[2 * node]
+        right = self._winner[2 * node + 1]
         until = min(self._until[2 * node], self._until[2 * node + 1])
         if left == _NOBODY or right == _NOBODY:
             self._winner[node], self._until[node] = max(left, right), until
             return
         winner, loser = (left, right) if self._rank(left) < self._rank(right) else (right, left)
-        first, second = self._states[winner], self._states[loser]
+        first = self._states[winner]
+        second = self._states[loser]
         assert first is not None and second is not None
         self._winner[node] = winner
         still = math.nextafter(self._now, math.inf)  # it holds now, however close the end of it is

@@ -165,7 +165,8 @@ def _laid_out(header: ObjectHeader, sizes: Mapping[str, int], digests: Mapping[s
         raise ValueError("an object with such a header could not be read back")
     n_pages = 1
     while True:  # the header's length decides where sections begin, and their offsets are in the header
-        at, sections = n_pages * ALIGN, []
+        at = n_pages * ALIGN
+        sections = []
         for name, size in sizes.items():
             sections.append(Section(name, at, size, digests[name]))
             at += _aligned(size)
