@@ -26,6 +26,7 @@ NAMES = (
     "templates",
     "forms",
     "http",
+    "token_cost",
     "page",
     "routing",
     "overload",
