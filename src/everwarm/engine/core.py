@@ -256,7 +256,7 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue) or any(not slot.is_idle for slot in self.slots)
+        return bool(self.queue) or any(slot.request is not None for slot in self.slots)
 
     @property
     def is_reading(self) -> bool:
@@ -395,7 +395,9 @@ class Core:
             chosen = self.adapter_turns.choose(list(scales.values()), time.monotonic())
             order = [i for i in order if scales.get(i) == chosen]
         lanes = [lane for lane in self._lanes() if lane.slot in order]
-        budget = self.step_budget.within(self.settings.max_step_ms / 1e3, self.speed.seconds_per_token)
+        budget = self.step_budget
+        if not all(lane.is_writing for lane in lanes):  # how much is read beside replies depends on how fast that is
+            budget = budget.within(self.settings.max_step_ms / 1e3, self.speed.seconds_per_token)
         return plan(lanes, budget, order[0] if order else None)
 
     def _use_scales(self, slot: Slot) -> None:
@@ -443,9 +445,8 @@ class Core:
 
     def _lanes(self) -> list[Lane]:
         """The requests that have text to read or to write; an image is read by itself."""
-        running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
-        ready = ((i, s, r) for i, s, r in running if s.next_image() is None)
-        return [self._lane(i, s, r) for i, s, r in ready]
+        running = ((i, s, s.request) for i, s in enumerate(self.slots))
+        return [self._lane(i, s, r) for i, s, r in running if r is not None and s.next_image() is None]
 
     def _lane(self, i: int, slot: Slot, request: Request) -> Lane:
         is_writing = slot.n_fed >= request.n_prompt
@@ -510,7 +511,7 @@ class Core:
             except DecodeFailed as error:
                 self._lose_numbers(slot, error, events)
                 return None
-            picked.append((token, _probs(request, self.context.logits(row + i), token)))
+            picked.append((token, self._probs(request, row + i, token)))
             if self._is_end(request, token) or token != drafted:
                 break
         return picked
@@ -569,11 +570,15 @@ class Core:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
-        probs = _probs(request, self.context.logits(row), token)
+        probs = self._probs(request, row, token)
         request.ends_text(token)
         if logits is not None:
             self.ends.append(PromptEnd(slot, slot.n_fed, logits))
         self._go_on(slot, request, token, probs, events)
+
+    def _probs(self, request: Request, row: int, token: int | None) -> Probs | None:
+        """What the request wants to know of the token that was picked from this row."""
+        return None if request.ask.n_probs is None else _probs(request, self.context.logits(row), token)
 
     def _go_on(self, slot: Slot, request: Request, token: int | None, probs: Probs | None, events: list[Event]) -> None:
         if request.first_token_at is None:
