@@ -124,10 +124,10 @@ class Replies:
             prepared = await self._preparer.prepare(request, body, lease.served)
             async with contextlib.aclosing(self._run(request, body, lease.served, prepared)) as events:
                 async for event in events:
-                    for frame in dialect.encode(event):
-                        yield frame
-        for frame in await dialect.finish():
-            yield frame
+                    if frames := dialect.encode(event):
+                        yield b"".join(frames)  # one write for all of them
+        if last := await dialect.finish():
+            yield b"".join(last)
 
     def _run(
         self, request: Request, body: GenerationBody, served: Served, prepared: PreparedRequest
