@@ -62,7 +62,7 @@ class Sampler(Closing):
         self._plain_greedy = sampling.is_greedy and not any(changes)
         self._chain = None if self._plain_greedy else self._build(sampling)
         if sampling.n_remembered:
-            for token in list(history)[-sampling.n_remembered :]:
+            for token in history[-sampling.n_remembered :]:
                 self._lib.sampler_accept(self._chain, int(token))
 
     def _build(self, sampling: Sampling) -> int:
