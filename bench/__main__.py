@@ -31,6 +31,8 @@ NAMES = (
     "routing",
     "overload",
     "crowd",
+    "clients",
+    "workspace",
 )
 ALONE = (
     "suite",
