@@ -26,10 +26,13 @@ NAMES = (
     "templates",
     "forms",
     "http",
+    "token_cost",
     "page",
     "routing",
     "overload",
     "crowd",
+    "clients",
+    "workspace",
 )
 ALONE = (
     "suite",

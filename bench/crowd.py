@@ -1,11 +1,15 @@
 """Several cold prompts at once, and a short one behind them: when do first tokens come? Beside llama-server.
 
+    python -m bench crowd                       medians of five rounds
+    python -m bench.crowd --rounds 1 --size 0.1 a quick look
+
 Servers take turns, and another one begins in every round. Read one after the other, all prompts but the last are done
 sooner than side by side; a short prompt must not wait for long ones. Cold subagents with one head should read it once.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import statistics
@@ -39,22 +43,35 @@ class Seen:
 
 
 def run() -> None:
+    measure(N_ROUNDS, 1.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.crowd", description="Cold prompts that come together.")
+    parser.add_argument("--rounds", type=int, default=N_ROUNDS)
+    parser.add_argument("--size", type=float, default=1.0, help="of the prompts")
+    given = parser.parse_args()
+    measure(given.rounds, given.size)
+
+
+def measure(n_rounds: int, size: float) -> None:
     threads = default_threads()
+    n_long, n_head = round(N_LONG * size), round(N_HEAD * size)
     with contextlib.ExitStack() as stack:
         servers = list(_servers(stack, threads))
         seen = {server.name: Seen() for server in servers}
-        for repeat in range(N_ROUNDS):
+        for repeat in range(n_rounds):
             at = repeat % len(servers)
             for server in (*servers[at:], *servers[:at]):
-                _round(server, repeat, seen[server.name])
-                _subagents(server, repeat, seen[server.name])
+                _round(server, repeat, n_long, seen[server.name])
+                _subagents(server, repeat, n_head, seen[server.name])
     rows = [
         (name, *(f"{statistics.median(each):.2f} s" for each in (found.all_s, found.mean_s, found.short_s)))
         for name, found in seen.items()
     ]
     head = ("", "all first tokens", "their mean", f"{N_SHORT} tokens, asked 0.3 s later")
     table(
-        f"{N_PROMPTS} cold prompts of {N_LONG} tokens at once, medians of {N_ROUNDS} rounds, {threads} threads",
+        f"{N_PROMPTS} cold prompts of {n_long} tokens at once, medians of {n_rounds} rounds, {threads} threads",
         head,
         rows,
     )
@@ -62,8 +79,8 @@ def run() -> None:
         (name, f"{statistics.median(found.subagents_read):,.0f}", f"{statistics.median(found.subagents_s):.2f} s")
         for name, found in seen.items()
     ]
-    title = f"{N_SUBAGENTS} cold subagents at once, {N_HEAD} tokens in common and {N_TASK} of their own"
-    table(f"{title}, medians of {N_ROUNDS} rounds", ("", "tokens read", "last first token"), read)
+    title = f"{N_SUBAGENTS} cold subagents at once, {n_head} tokens in common and {N_TASK} of their own"
+    table(f"{title}, medians of {n_rounds} rounds", ("", "tokens read", "last first token"), read)
     print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
 
 
@@ -76,10 +93,10 @@ def _servers(stack: contextlib.ExitStack, threads: int) -> Iterator[Server]:
     yield Server("llama-server, 8 slots", stack.enter_context(llama_server(options)).host)
 
 
-def _round(server: Server, repeat: int, seen: Seen) -> None:
+def _round(server: Server, repeat: int, n_long: int, seen: Seen) -> None:
     time.sleep(1.0)  # idle work of the round before is done
     rng = np.random.default_rng(1000 + repeat)
-    long = [rng.integers(12, 2000, N_LONG).tolist() for _ in range(N_PROMPTS)]
+    long = [rng.integers(12, 2000, n_long).tolist() for _ in range(N_PROMPTS)]
     short = rng.integers(12, 2000, N_SHORT).tolist()
     with ThreadPoolExecutor(N_PROMPTS + 1) as pool:
         replies = [pool.submit(ask, server, tokens, 4) for tokens in long]
@@ -91,12 +108,16 @@ def _round(server: Server, repeat: int, seen: Seen) -> None:
     seen.mean_s.append(statistics.mean(firsts))
 
 
-def _subagents(server: Server, repeat: int, seen: Seen) -> None:
+def _subagents(server: Server, repeat: int, n_head: int, seen: Seen) -> None:
     time.sleep(1.0)
     rng = np.random.default_rng(5000 + repeat)
-    head = rng.integers(12, 2000, N_HEAD).tolist()
+    head = rng.integers(12, 2000, n_head).tolist()
     prompts = [[*head, *rng.integers(12, 2000, N_TASK).tolist()] for _ in range(N_SUBAGENTS)]
     with ThreadPoolExecutor(N_SUBAGENTS) as pool:
         replies = list(pool.map(lambda tokens: ask(server, tokens, 4), prompts))
     seen.subagents_s.append(max(reply.first_s for reply in replies))
     seen.subagents_read.append(sum(reply.timings["prompt_n"] for reply in replies))
+
+
+if __name__ == "__main__":
+    main()

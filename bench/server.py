@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -31,11 +32,17 @@ class Reply:
     total_s: float
     tokens: list[int]
     timings: dict[str, Any]
+    at_s: tuple[float, ...] = ()  # when tokens came, each of them; those of one chunk come together
 
     @property
     def stream_s(self) -> float:
         """From the first token to the last."""
         return self.total_s - self.first_s
+
+    @property
+    def gaps_s(self) -> list[float]:
+        """Between chunks with tokens: what a reader sees stand still."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.at_s) if later > earlier]
 
 
 @contextlib.contextmanager
@@ -70,17 +77,19 @@ def ask(server: Server, tokens: list[int], n_predict: int, **more: Any) -> Reply
     connection = http.client.HTTPConnection(server.host, timeout=600)
     began = time.perf_counter()
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-    first, reply, timings = 0.0, [], {}
+    first, reply, timings, at = 0.0, [], {}, []
     for line in connection.getresponse():
         if line.startswith(b"data: "):
             chunk = json.loads(line[6:])
             if "error" in chunk:
                 raise RuntimeError(f"{server.name}: {chunk['error']}")
-            first = first or time.perf_counter() - began
+            now = time.perf_counter() - began
+            first = first or now
             reply += chunk.get("tokens", [])
+            at += [now] * len(chunk.get("tokens", ()))
             timings = chunk.get("timings", timings)
     connection.close()
-    return Reply(first, time.perf_counter() - began, reply, timings)
+    return Reply(first, time.perf_counter() - began, reply, timings, tuple(at))
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from bench.traces.replay import Played, Replay
 from everwarm.config import default_threads
 
 SERVERS = ("Everwarm", "llama-server")
+PARTS = ("calm", "disturbed", "depth")
 Shown = tuple[str, Callable[[Played], float], str]
 COLUMNS: tuple[Shown, ...] = (
     ("cached", lambda played: played.cached_percent, "{:.1f} %"),
@@ -44,6 +45,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=float, default=1.0, help="of the samples")
     parser.add_argument("--clients", type=int, default=2, help="sessions at a time")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=PARTS,
+        help="disturbed: a kill -9 and a model swap in the midst; depth: tokens/s at the end of a long context",
+    )
     parser.add_argument("--scale", type=float, default=1.0, help="of blocks that are known by their hash only")
     parser.add_argument("--ctx", type=int, default=32768)
     parser.add_argument("--threads", type=int, default=default_threads())
@@ -65,9 +73,11 @@ def _run(given: argparse.Namespace) -> None:
             played = Replay(lambda: given.url, {}, given.model).play(sessions, given.clients)
             _show(f"{name} on {given.url}", {given.url: [played]})
             continue
-        for disturbed in (False, True):
-            _show(_title(name, sessions, disturbed, given), _rounds(sessions, disturbed, given))
-    if not given.url and not given.files:
+        for part in ("calm", "disturbed"):
+            if part in given.parts:
+                disturbed = part == "disturbed"
+                _show(_title(name, sessions, disturbed, given), _rounds(sessions, disturbed, given))
+    if "depth" in given.parts and not given.url and not given.files:
         _show_depth(given)
     print(f"\nLoad of the machine at the end: {os.getloadavg()[0]:.1f}")
 

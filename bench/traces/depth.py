@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import time
 
 import numpy as np
 
 from bench.measure import EMBEDDED
 from bench.peer import PeerOptions, llama_server
-from bench.server import Server, everwarm
+from bench.server import Server, ask, everwarm
 
 N_DEPTH, N_REPLY = 4096, 32
 N_CTX, N_SLOTS = 16384, 4
@@ -20,14 +18,7 @@ N_CTX, N_SLOTS = 16384, 4
 def tokens_per_s(server: Server, seed: int) -> float:
     """From the first token to the last one. The prompt is another one for every seed."""
     tokens = np.random.default_rng(seed).integers(12, 2000, N_DEPTH).tolist()
-    body = {"prompt": tokens, "n_predict": N_REPLY, "temperature": 0, "stream": True, "ignore_eos": True}
-    connection = http.client.HTTPConnection(server.host, timeout=600)
-    connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
-    at: list[float] = []
-    for line in connection.getresponse():
-        chunk = json.loads(line[6:]) if line.startswith(b"data: {") else {}
-        at += [time.perf_counter()] * len(chunk.get("tokens", ()))
-    connection.close()
+    at = ask(server, tokens, N_REPLY).at_s
     return (len(at) - 1) / (at[-1] - at[0])
 
 

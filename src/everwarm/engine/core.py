@@ -176,7 +176,7 @@ class Core:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.queue) or any(not slot.is_idle for slot in self.slots)
+        return bool(self.queue) or any(slot.request is not None for slot in self.slots)
 
     @property
     def is_reading(self) -> bool:
@@ -410,11 +410,11 @@ class Core:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
-        probs = probabilities_of(request, self.context.logits(row), token)
+        picked = verification.with_probs(self.context, request, row, token)
         request.ends_text(token)
         if logits is not None:
             self.keeper.note_prompt_end(slot, logits)
-        self._go_on(slot, request, Picked(token, probs), events)
+        self._go_on(slot, request, picked, events)
 
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         """The whole prompt was known, and the logits after it."""

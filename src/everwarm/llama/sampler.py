@@ -62,7 +62,7 @@ class Sampler(Closing):
         self._plain_greedy = sampling.is_greedy and not any(changes)
         self._chain = None if self._plain_greedy else self._build(sampling)
         if sampling.n_remembered:
-            for token in list(history)[-sampling.n_remembered :]:
+            for token in history[-sampling.n_remembered :]:
                 self._lib.sampler_accept(self._chain, int(token))
 
     def _build(self, sampling: Sampling) -> int:
@@ -145,16 +145,23 @@ class Sampler(Closing):
 
     def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
-        return self._noted(lambda: self._pick(context, row))
+        return (
+            self._pick(context, row)
+            if self._limit is None
+            else self._limited(self._limit, lambda: self._pick(context, row))
+        )
 
     def pick_from(self, logits: Logits) -> int | None:
         """The same pick from a kept copy of a row, when nothing had to be decoded."""
-        return self._noted(lambda: self._pick_from(logits))
+        return (
+            self._pick_from(logits)
+            if self._limit is None
+            else self._limited(self._limit, lambda: self._pick_from(logits))
+        )
 
-    def _noted(self, pick: Callable[[], int | None]) -> int | None:
+    def _limited(self, limit: ThinkingLimit, pick: Callable[[], int | None]) -> int | None:
         """What is picked, unless the limit says what comes next."""
-        limit = self._limit
-        token = None if limit is None else limit.forced
+        token = limit.forced
         if token is None:
             token = pick()
         else:
@@ -163,7 +170,7 @@ class Sampler(Closing):
                 self.matcher.accept(token)
             if self._chain:
                 self._lib.sampler_accept(self._chain, token)
-        if limit is not None and token is not None:
+        if token is not None:
             limit.note(token)
         return token
 

@@ -134,7 +134,7 @@ class Tokenizer:
             if (safe := _last_word_end(text, known[0], at)) is not None:
                 piece = self._fragment(text[known[0] : safe])
                 n_tokens = known[1] + len(piece)
-                if np.array_equal(whole.codes[known[1] : n_tokens], piece):
+                if whole.codes[known[1] : n_tokens].tobytes() == piece.tobytes():
                     known = (safe, n_tokens)
                 else:
                     left -= at - start[0]
@@ -147,8 +147,8 @@ class Tokenizer:
         """``n_tokens`` end at the character ``n_chars``, where a control token ends."""
         if n_chars == offset:
             return n_tokens
-        after = Prompt(self._vocab.tokenize(text[n_chars:offset], add_special=False, parse_special=True))
-        return n_tokens + int(Prompt(whole.codes[n_tokens:]).common_prefix(after))
+        after = Prompt(self._fragment(text[n_chars:offset]))  # the next turn of a conversation has the same pieces
+        return n_tokens + int(Prompt(whole.codes[n_tokens : n_tokens + len(after)]).common_prefix(after))
 
     def _beginning(self, text: str, splitter: re.Pattern[str]) -> _Beginning:
         """The part of ``text`` up to its last control token."""

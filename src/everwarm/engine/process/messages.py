@@ -655,12 +655,11 @@ class FrameBuffer:
         self._data += memoryview(data)[n_skipped:]
         at = 0
         while len(self._data) - at >= HEADER.size:
-            header = header_of(self._data[at : at + HEADER.size])
-            start, end = at + HEADER.size, at + HEADER.size + header.n_bytes
-            try:
-                header.check(self._most)
-            except FrameTooLarge as error:
-                yield failed(header.id, error)
+            n_bytes, n_message, id = HEADER.unpack_from(self._data, at)
+            start, end = at + HEADER.size, at + HEADER.size + n_bytes
+            n_most = max(n_bytes, n_message)
+            if n_most > self._most:
+                yield failed(id, FrameTooLarge(n_most, self._most))
                 at = min(end, len(self._data))
                 self._n_skipped = end - at
                 continue

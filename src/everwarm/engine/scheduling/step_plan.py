@@ -31,7 +31,9 @@ class StepPlanner:
             chosen = self.adapter_turns.choose(list(scales.values()), time.monotonic())
             order = [i for i in order if scales.get(i) == chosen]
         lanes = [lane for lane in self._lanes() if lane.slot in order]
-        budget = self.budget.within(self.max_step_s, self.speed.seconds_per_token)
+        budget = self.budget
+        if not all(lane.is_writing for lane in lanes):  # how much is read beside replies depends on how fast that is
+            budget = budget.within(self.max_step_s, self.speed.seconds_per_token)
         return plan(lanes, budget, order[0] if order else None)
 
     def _lanes(self) -> list[Lane]:

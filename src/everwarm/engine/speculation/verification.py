@@ -32,10 +32,16 @@ def pick(context: Context, request: Request, draft: Draft, row: int) -> list[Pic
     picked: list[Picked] = []
     for i, drafted in enumerate([*draft.tokens.tolist(), None]):
         token = request.sampler.pick(context, row + i)
-        picked.append(Picked(token, probabilities_of(request, context.logits(row + i), token)))
+        picked.append(with_probs(context, request, row + i, token))
         if _is_end(context, request, token) or token != drafted:
             break
     return picked
+
+
+def with_probs(context: Context, request: Request, row: int, token: int | None) -> Picked:
+    """A token that was picked from this row, with what the request wants to know of it."""
+    is_wanted = request.ask.n_probs is not None
+    return Picked(token, probabilities_of(request, context.logits(row), token) if is_wanted else None)
 
 
 def _is_end(context: Context, request: Request, token: int | None) -> bool:

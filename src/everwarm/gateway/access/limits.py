@@ -32,6 +32,21 @@ def estimated_tokens(n_bytes: int) -> int:
     return max(1, n_bytes // _BYTES_PER_TOKEN)
 
 
+class Sending:
+    """A write to a client, for as long as it takes. Made for every chunk of every reply."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        self._place.note_sending()
+
+    def __exit__(self, *_exc: object) -> None:
+        self._place.note_sent()
+
+
 class Place:
     """One admitted request. ``cut_off`` closes its connection; without it the request cannot be ended early."""
 
@@ -55,14 +70,15 @@ class Place:
             self.is_held = False
             self._limits.forget(self)
 
-    @contextlib.contextmanager
-    def sending(self) -> Iterator[None]:
+    def sending(self) -> Sending:
         """Wraps a write to the client, which blocks while the client does not read."""
+        return Sending(self)
+
+    def note_sending(self) -> None:
         self._blocked_at = self._blocked_at or self._limits.clock()
-        try:
-            yield
-        finally:
-            self._blocked_at = None
+
+    def note_sent(self) -> None:
+        self._blocked_at = None
 
     @property
     def stalled_s(self) -> float:

@@ -145,7 +145,7 @@ class Metrics:
             self._kept.labels(where)
         self._lag = Histogram(
             "everwarm_loop_lag_seconds",
-            "Lag of the gateway's event loop, measured 50 times a second",
+            "Lag of the gateway's event loop, measured ten times a second",
             buckets=_LAG_SECONDS,
             registry=self.registry,
         )

@@ -205,7 +205,9 @@ class TrackedRequest:
     def is_for_caller(self, message: m.ToGateway) -> bool:
         """Records a message. Progress that the caller did not request goes to watchers only."""
         self.row.record(message)
-        if isinstance(message, m.Begun) or time.monotonic() - self._notified_at >= NOTIFY_EVERY_S:
+        if self.request_log.notify is not None and (
+            isinstance(message, m.Begun) or time.monotonic() - self._notified_at >= NOTIFY_EVERY_S
+        ):
             self._notify()
         return self._wants_progress or not isinstance(message, m.PromptRead)
 

@@ -1,6 +1,6 @@
 """The lag of the event loop, which shows that something delays every request.
 
-A task sleeps for ``INTERVAL_S`` and measures how much later it wakes. To keep the lag small, threads hand over the
+A timer is set for ``INTERVAL_S`` and measures how much later it is called. To keep the lag small, threads hand over the
 interpreter lock often and garbage is collected rarely.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
-INTERVAL_S = 0.02
+INTERVAL_S = 0.1  # each look wakes this process, also between two tokens of a reply
 SWITCH_S = 0.001
 
 
@@ -40,6 +40,8 @@ class LoopLag:
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe
         self._most = Lag()
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = self._cpu = 0.0
 
     def take_most(self) -> Lag:
         """The longest lags since the last call."""
@@ -48,18 +50,20 @@ class LoopLag:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        task = asyncio.create_task(self._watch(), name="everwarm-lag")
+        self._set_timer()
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            if self._timer is not None:
+                self._timer.cancel()
 
-    async def _watch(self) -> None:
-        while True:
-            due, cpu = time.monotonic() + INTERVAL_S, time.process_time()
-            await asyncio.sleep(INTERVAL_S)
-            late_s = max(0.0, time.monotonic() - due)
-            busy_s = min(late_s, time.process_time() - cpu)
-            self._most = Lag(max(self._most.wall_s, late_s), max(self._most.busy_s, busy_s))
-            self._observe(late_s)
+    def _set_timer(self) -> None:
+        self._due, self._cpu = time.monotonic() + INTERVAL_S, time.process_time()
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._measure)
+
+    def _measure(self) -> None:
+        late_s = max(0.0, time.monotonic() - self._due)
+        busy_s = min(late_s, time.process_time() - self._cpu)
+        self._most = Lag(max(self._most.wall_s, late_s), max(self._most.busy_s, busy_s))
+        self._observe(late_s)
+        self._set_timer()

@@ -70,7 +70,8 @@ class OutputParser:
             text, self._opened = self._opened + text, ""
         if self._reasoning is None and self._tools is None:
             return [Text(text)] if text else []
-        return self._counted(self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)]))
+        found = self._with_calls(self._reasoning.feed(text) if self._reasoning else [Text(text)])
+        return found if self._tools is None else self._counted(found)
 
     def rest(self) -> list[Piece]:
         """What was held back, at the end of the reply."""

@@ -124,10 +124,10 @@ class Replies:
             prepared = await self._preparer.prepare(request, body, lease.served)
             async with contextlib.aclosing(self._run(request, body, lease.served, prepared)) as events:
                 async for event in events:
-                    for frame in dialect.encode(event):
-                        yield frame
-        for frame in await dialect.finish():
-            yield frame
+                    if frames := dialect.encode(event):
+                        yield b"".join(frames)  # one write for all of them
+        if last := await dialect.finish():
+            yield b"".join(last)
 
     def _run(
         self, request: Request, body: GenerationBody, served: Served, prepared: PreparedRequest
@@ -145,12 +145,14 @@ class Replies:
 
         def observe(event: ReplyEvent) -> Awaitable[None] | None:
             choice = accounts.add(event)
-            if accounts.is_over and prepared.next_text is not None and len(prepared.submits) == 1:
+            if choice.ended is None:
+                return None
+            if prepared.next_text is not None and len(prepared.submits) == 1:
                 next_text = partial(prepared.next_text, choice.text)
                 self._prewarmer.offer(served.supervisor, prepared.submits[0], next_text)
-            if choice.ended is not None and event.index == 0 and prepared.charge is not None:
+            if event.index == 0 and prepared.charge is not None:
                 prepared.charge(choice.ended.n_prompt - choice.ended.n_cached)
-            if choice.ended is None or prepared.keep_reply is None:
+            if prepared.keep_reply is None:
                 return None
             return asyncio.to_thread(prepared.keep_reply, message_of(choice.pieces), choice.text)
 

@@ -110,8 +110,16 @@ def waited_s() -> float:
     total = 0
     for task in os.listdir(_TASKS):
         try:
-            with open(f"{_TASKS}/{task}/schedstat", encoding="ascii") as file:
-                total += int(file.read().split()[1])
+            total += int(_read(f"{_TASKS}/{task}/schedstat").split()[1])
         except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             continue
     return total / 1e9
+
+
+def _read(path: str) -> bytes:
+    """A short file. A Python file object would take five times as long, and the loop's thread waits for the lock."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(fd, 128)
+    finally:
+        os.close(fd)

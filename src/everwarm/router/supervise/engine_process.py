@@ -19,7 +19,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -84,7 +85,32 @@ def _as_json(line: bytes) -> bytes:
     return json.dumps(words, ensure_ascii=False).encode()
 
 
-OnMessage = Callable[[m.ToGateway], Awaitable[None]]
+OnMessage = Callable[[m.ToGateway], None]
+
+
+class Listener(asyncio.Protocol):
+    """Passes an engine's messages on in the very call in which their bytes come: no task has to wake for a token.
+    ``ended`` is when the connection is; its result is what was wrong with a frame, or nothing."""
+
+    def __init__(self, on_message: OnMessage) -> None:
+        self._on_message = on_message
+        self._frames = m.FrameBuffer()
+        self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended.done():
+            return
+        try:
+            for body in self._frames.feed(data):
+                if isinstance(body, m.Failed):
+                    log.error("the engine's answer to %d is skipped: %s", body.id, body.message)
+                self._on_message(body if isinstance(body, m.Failed) else m.read_to_gateway(body))
+        except (ValueError, msgspec.MsgspecError) as error:
+            self.ended.set_result(f"it sent a frame that cannot be read: {error}")
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result("")
 
 
 class EngineProcess:
@@ -98,7 +124,7 @@ class EngineProcess:
         self._stderr = Stderr()
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._step_age_s: float | None = None  # of the running step, as the engine last reported
         self._kill_reason = ""
 
@@ -122,17 +148,19 @@ class EngineProcess:
         """Have the started process open a model, pass its messages on, and return how it ended."""
         assert self._process is not None and self._socket is not None, "start it first"
         with self._socket:
-            reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=1 << 20)
+            listener = Listener(partial(self._pass_on, on_message))
+            loop = asyncio.get_running_loop()
+            self._transport, _ = await loop.create_connection(lambda: listener, sock=self._socket)
             self.started_at = time.monotonic()
             self.heartbeat = Heartbeat(self.started_at)
             self.send(opening)
             watch = asyncio.create_task(self._watch())
             try:
-                killed_for = await self._listen(reader, on_message)
+                killed_for = await listener.ended or self._kill_reason
             finally:
                 watch.cancel()
-                self._writer.close()
-                self._writer = None
+                self._transport.close()
+                self._transport = None
                 self.kill(self._kill_reason or "its connection ended")
             code = await self._process.wait()
         last_words = await asyncio.to_thread(self._stderr.last_words, LAST_WORDS_S)
@@ -142,9 +170,9 @@ class EngineProcess:
         self.write(m.frame(message))
 
     def write(self, frame: m.Frame) -> None:
-        if self._writer is not None and not self._writer.is_closing():
+        if self._transport is not None and not self._transport.is_closing():
             for part in frame.parts:
-                self._writer.write(part)
+                self._transport.write(part)
 
     def kill(self, reason: str) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -160,24 +188,11 @@ class EngineProcess:
                 await asyncio.wait_for(self._process.wait(), wait_s)
             self.kill("it did not stop in time")
 
-    async def _listen(self, reader: asyncio.StreamReader, on_message: OnMessage) -> str:
-        """Messages until the connection ends; returns a reason if one is known."""
-        frames = m.FrameBuffer()
-        try:
-            while data := await reader.read(1 << 16):
-                for body in frames.feed(data):
-                    if isinstance(body, m.Failed):
-                        log.error("the engine's answer to %d is skipped: %s", body.id, body.message)
-                    message = body if isinstance(body, m.Failed) else m.read_to_gateway(body)
-                    self.heartbeat.note_message()
-                    if isinstance(message, m.Beat):
-                        self._step_age_s = message.step_age_s
-                    await on_message(message)
-        except ConnectionError:
-            pass
-        except (ValueError, msgspec.MsgspecError) as error:
-            return f"it sent a frame that cannot be read: {error}"
-        return self._kill_reason
+    def _pass_on(self, on_message: OnMessage, message: m.ToGateway) -> None:
+        self.heartbeat.note_message()
+        if isinstance(message, m.Beat):
+            self._step_age_s = message.step_age_s
+        on_message(message)
 
     async def _watch(self) -> None:
         """Kill the process when it neither beats nor finishes a step. Time counts only while this process was awake."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped, Refused
 
 MAX_UNREAD_BYTES = 8 << 20  # of one reply that its client does not read
+MIN_UNREAD_BYTES = MAX_UNREAD_BYTES // 16  # of one reply, however many there are
 MAX_ALL_UNREAD_BYTES = 128 << 20  # of all replies
 MAX_REPLAYS = 1  # of a request that an engine had begun when it died
 MAX_REPLAYS_WAITING = 3  # of one that only waited
@@ -25,20 +27,25 @@ SLOW_CLIENT = http.HTTPStatus.REQUEST_TIMEOUT
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A request or question without its last answer. ``frame`` is sent again if the engine dies before it answers."""
+    """A request or question without its last answer. ``frame`` is sent again if the engine dies before it answers. Its
+    messages wait here for the one task that reads them."""
 
     id: int
     frame: m.Frame
-    inbox: asyncio.Queue[m.ToGateway] = field(default_factory=asyncio.Queue)
     has_begun: bool = False  # in the engine that runs now
     has_streamed: bool = False
     is_of_one_life: bool = False  # another engine would not understand it
     n_replays: int = 0
-    n_unread: int = 0  # bytes of the reply that wait in the inbox
+    n_unread: int = 0  # bytes of the reply that wait here
+    _waiting: deque[tuple[m.ToGateway, int]] = field(default_factory=deque)  # with their weights
+    _reader: asyncio.Future[None] | None = None  # of the task that waits for a message
 
     def put(self, message: m.ToGateway) -> None:
-        self.n_unread += weight_of(message)
-        self.inbox.put_nowait(message)
+        weight = weight_of(message)
+        self.n_unread += weight
+        self._waiting.append((message, weight))
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     @property
     def may_be_replayed(self) -> bool:
@@ -47,8 +54,11 @@ class Pending:
         return not self.has_streamed and not self.is_of_one_life and self.n_replays < n_most
 
     async def get(self) -> m.ToGateway:
-        message = await self.inbox.get()
-        self.n_unread -= weight_of(message)
+        while not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        message, weight = self._waiting.popleft()
+        self.n_unread -= weight
         return message
 
 
@@ -92,7 +102,7 @@ class PendingRequests:
         pending.put(message)
         if isinstance(message, m.Done | m.Failed | m.Answer):
             del self._by_id[message.id]
-        elif pending.n_unread > unread_limit(len(self)):
+        elif pending.n_unread > MIN_UNREAD_BYTES and pending.n_unread > unread_limit(len(self)):
             return self._end_unread(pending)
         return None
 
@@ -120,7 +130,7 @@ class PendingRequests:
 
     def _fail(self, pending: Pending, reason: str, back_in_s: int | None) -> None:
         failed = m.Failed(pending.id, EngineStopped.status, EngineStopped.code, reason, retry_after_s=back_in_s)
-        pending.inbox.put_nowait(failed)
+        pending.put(failed)
         del self._by_id[pending.id]
 
 
@@ -128,13 +138,13 @@ def weight_of(message: m.ToGateway) -> int:
     """About how many bytes a piece of a reply takes while it waits."""
     if not isinstance(message, m.TextPiece):
         return 0
-    n_probs = sum(1 + len(prob.top) for prob in message.probs or ())
+    n_probs = sum(1 + len(prob.top) for prob in message.probs) if message.probs else 0
     return 200 + len(message.text) + 8 * len(message.tokens) + 160 * n_probs
 
 
 def unread_limit(n_pending: int) -> int:
     """How far behind a client may be before its reply is ended. The more replies, the less for each."""
-    return max(MAX_UNREAD_BYTES // 16, min(MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES // max(1, n_pending)))
+    return max(MIN_UNREAD_BYTES, min(MAX_UNREAD_BYTES, MAX_ALL_UNREAD_BYTES // max(1, n_pending)))
 
 
 def failure(message: m.Failed) -> Refused:

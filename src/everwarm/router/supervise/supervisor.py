@@ -117,7 +117,7 @@ class Supervisor:
         self.died_of: Counter[Cause] = Counter()
         self.gave_reason = False  # whether the engine itself reported why the model cannot be served
         self._is_outdated = False  # a file of the model was overwritten, and the engine ends because of that
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # set, and another one put in its place, with every change of the state
         self._task: asyncio.Task[None] | None = None
         self._engine: EngineProcess | None = None  # the last one that was started, alive or not
         self.pending = PendingRequests()
@@ -164,8 +164,8 @@ class Supervisor:
 
     async def until(self, *states: State) -> State:
         """Wait for one of these states, or until it is stopped or given up."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.state in states or self._is_over)
+        while self.state not in states and not self._is_over:
+            await self._changed.wait()
         return self.state
 
     async def ended(self) -> None:
@@ -175,8 +175,8 @@ class Supervisor:
 
     async def wait_ready(self) -> m.ModelInfo:
         """Waits until the model is loaded; EngineStopped with the reason if it never will be."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.info is not None or self._is_over)
+        while self.info is None and not self._is_over:
+            await self._changed.wait()
         if self.info is None or self._is_over:
             raise self._down()
         return self.info
@@ -187,7 +187,7 @@ class Supervisor:
         while self.pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
         was_ready = self.state is State.READY
-        await self._set(State.STOPPED, "the server is stopping")
+        self._set(State.STOPPED, "the server is stopping")
         self.pending.fail_all("the server is stopping")
         if self._engine is not None:
             self._engine.send(m.Stop())
@@ -313,8 +313,10 @@ class Supervisor:
         settings = replace(self._settings, ram_bytes=self._memory.budget_bytes)
         return await engine.run(m.Open(self._model, settings), self._on_message)
 
-    async def _on_message(self, message: m.ToGateway) -> None:
+    def _on_message(self, message: m.ToGateway) -> None:
         match message:
+            case m.TextPiece():
+                self._deliver(message)  # most of all
             case m.Beat():
                 self.load = message
             case m.Loading(fraction=fraction):
@@ -322,27 +324,27 @@ class Supervisor:
                 if self._on_loading is not None:
                     self._on_loading(fraction)
             case m.ModelInfo():
-                await self._on_ready(message)
+                self._on_ready(message)
             case m.Fatal(message=text, reason="model_changed"):
                 self._is_outdated = True
                 log.warning("%s: the engine is started again on what it is now", text)
-                await self._begin_again(text)
+                self._begin_again(text)
             case m.Fatal(message=text, reason=reason):
                 self.gave_reason = True
                 if reason == "out_of_memory":
                     self.died_of[Cause.MEMORY] += 1
                     self._memory.shrink(was_ready=False)
-                await self._give_up(text)
+                self._give_up(text)
             case _:
                 self._deliver(message)
 
-    async def _on_ready(self, info: m.ModelInfo) -> None:
+    def _on_ready(self, info: m.ModelInfo) -> None:
         assert self._engine is not None
         now = time.monotonic()
         self.info = info
         self.load_s = now - self._engine.started_at
         self.deaths.ready(now)
-        await self._set(State.READY, None)
+        self._set(State.READY, None)
         for pending in self.pending:
             self._write(pending.frame)
 
@@ -362,27 +364,27 @@ class Supervisor:
             self._memory.shrink(was_ready=was_ready)
         if self.deaths.is_enough:
             n = self.deaths.n_in_row
-            return await self._give_up(f"the engine died{f' {n} times in a row' if n > 1 else ''}: {why}")
-        await self._begin_again(why)
+            return self._give_up(f"the engine died{f' {n} times in a row' if n > 1 else ''}: {why}")
+        self._begin_again(why)
         await asyncio.sleep(self.deaths.back_off_s)
 
-    async def _begin_again(self, why: str) -> None:
+    def _begin_again(self, why: str) -> None:
         self.n_restarts += 1
         self.last_restart = why
-        await self._set(State.RESTARTING, why)
+        self._set(State.RESTARTING, why)
         self.load = None
         self.pending.keep_for_replay(why, self.back_in_s)
 
-    async def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         log.error("giving up for now: %s", reason)
         self.deaths.give_up()
-        await self._set(State.UNHEALTHY, reason)
+        self._set(State.UNHEALTHY, reason)
         self.pending.fail_all(reason)
 
-    async def _set(self, state: State, reason: str | None) -> None:
-        async with self._changed:
-            self.state = state
-            self.reason = reason
-            if state is not State.STOPPED:
-                self.last_failure = reason
-            self._changed.notify_all()
+    def _set(self, state: State, reason: str | None) -> None:
+        self.state = state
+        self.reason = reason
+        if state is not State.STOPPED:
+            self.last_failure = reason
+        self._changed.set()
+        self._changed = asyncio.Event()
