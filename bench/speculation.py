@@ -20,8 +20,8 @@ from bench.imposed import Imposed, cpu_s
 from bench.measure import hundred_megabytes, table
 from bench.peer import Peer, PeerOptions, llama_server
 from everwarm.config import GREEDY
-from everwarm.engine import core
 from everwarm.engine.engine import Engine
+from everwarm.engine.lifecycle import intake
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.system.process import collect_rarely
 
@@ -39,7 +39,7 @@ class Text:
 
 def run() -> None:
     model = hundred_megabytes()
-    core.Sampler = Imposed  # type: ignore[misc,assignment]
+    intake.Sampler = Imposed  # type: ignore[misc,assignment]
     speeds: dict[tuple[str, str], list[float]] = {}
     shares: dict[str, tuple[int, int]] = {}
     with ExitStack() as stack:
