@@ -389,12 +389,12 @@ class Core:
         return request is not None and request.n_prompt <= slot.n_fed == request.n_items - grant.n_tokens
 
     def plan(self) -> list[Grant]:
-        order = self.oldest_first()
+        order, lanes = self.oldest_first(), self._lanes()
         if self.model.adapters:
             scales = {i: request.ask.lora for i in order if (request := self.slots[i].request) is not None}
             chosen = self.adapter_turns.choose(list(scales.values()), time.monotonic())
             order = [i for i in order if scales.get(i) == chosen]
-        lanes = [lane for lane in self._lanes() if lane.slot in order]
+            lanes = [lane for lane in lanes if lane.slot in order]
         budget = self.step_budget
         if not all(lane.is_writing for lane in lanes):  # how much is read beside replies depends on how fast that is
             budget = budget.within(self.settings.max_step_ms / 1e3, self.speed.seconds_per_token)
@@ -445,8 +445,8 @@ class Core:
 
     def _lanes(self) -> list[Lane]:
         """The requests that have text to read or to write; an image is read by itself."""
-        running = ((i, s, s.request) for i, s in enumerate(self.slots))
-        return [self._lane(i, s, r) for i, s, r in running if r is not None and s.next_image() is None]
+        slots = enumerate(self.slots)
+        return [self._lane(i, s, s.request) for i, s in slots if s.request is not None and s.next_image() is None]
 
     def _lane(self, i: int, slot: Slot, request: Request) -> Lane:
         is_writing = slot.n_fed >= request.n_prompt
