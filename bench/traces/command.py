@@ -19,6 +19,7 @@ from everwarm.config import default_threads
 
 SERVERS = ("Everwarm", "llama-server")
 PARTS = ("calm", "disturbed", "depth")
+HELLO = {"messages": [{"role": "user", "content": "Hello."}]}
 Shown = tuple[str, Callable[[Played], float], str]
 COLUMNS: tuple[Shown, ...] = (
     ("cached", lambda played: played.cached_percent, "{:.1f} %"),
@@ -113,7 +114,12 @@ def _play(
     disturbed: bool,
     n_clients: int,
 ) -> Played:
-    between = (server.kill, server.swap) if disturbed else ()
+    def swapped() -> None:
+        """Until the model is there again: on both servers its loading is no part of a request."""
+        server.swap()
+        server.ask(HELLO)
+
+    between = (server.kill, swapped) if disturbed else ()
     return Replay(lambda: server.host, tokens, server.model).play(sessions, n_clients, between)
 
 

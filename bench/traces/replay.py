@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bench.suite.account import Account
 from bench.suite.summary import percent, quantile
 from bench.traces.recorded import AgentSession, Turn
+from everwarm.prompt.prompt import Prompt
+from everwarm.simulate.oracle import Known
 
 MAX_DELAY_S = 0.1  # a person's pauses are cut short: they only give a server more idle time
 CHAT = "/v1/chat/completions"
@@ -23,7 +24,8 @@ Happens = Callable[[], None]
 @dataclass(frozen=True, slots=True)
 class Answered:
     """One request: its tokens, and seconds until the first word and the end. ``n_known``: what an infinite cache would have
-    had; None: the tokens are not known."""
+    had of it when it was sent, from requests that were answered then: of two that run side by side, either may read what
+    both begin with. None: the tokens are not known."""
 
     n_prompt: int
     n_cached: int
@@ -61,7 +63,7 @@ class Replay:
 
     def __init__(self, host: Callable[[], str], tokens: Mapping[Turn, list[int]], model: str = "") -> None:
         self._host, self._tokens, self._model = host, tokens, model
-        self._account: Account | None = None
+        self._known = Known()
         self._lock = threading.Lock()
 
     def play(self, sessions: Sequence[AgentSession], n_clients: int, between: Sequence[Happens] = ()) -> Played:
@@ -85,15 +87,16 @@ class Replay:
     def _ask(self, turn: Turn) -> Answered:
         time.sleep(min(turn.delay_s, MAX_DELAY_S))
         body = dict(turn.body) | ({"model": self._model} if self._model else {})
-        found = asked(self._host(), body, turn.n_reply)
         tokens = self._tokens.get(turn)
         if tokens is None:
-            return found
+            return asked(self._host(), body, turn.n_reply)
+        prompt = Prompt.of_tokens(tokens)
         with self._lock:
-            self._account = self._account or Account(tokens[0])
-            reading = self._account.add(tokens, found.n_cached)
-        more = (found.first_s, found.total_s, found.n_reply)
-        return Answered(found.n_prompt, found.n_cached, reading.n_known, *more)
+            n_known = self._known.n_shared(prompt)
+        found = asked(self._host(), body, turn.n_reply)
+        with self._lock:
+            self._known.add(prompt)
+        return replace(found, n_known=n_known)
 
 
 def asked(host: str, body: Mapping[str, Any], n_reply: int) -> Answered:

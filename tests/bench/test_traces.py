@@ -1,5 +1,6 @@
 """Recordings in both public forms, what a replay counts, and a small one on a real server that is killed in the midst."""
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -81,6 +82,22 @@ def test_regret_is_what_an_infinite_cache_would_have_had() -> None:
     assert played.cached_percent == pytest.approx(100 * 60 / 220)
     assert (played.first_s(0.5), played.first_s(0.95), played.requests_per_s) == (0.5, 1.0, 0.5)
     assert Played([Answered(100, 0, None, 1.0, 2.0, 4)], 1.0).regret is None
+
+
+def test_of_two_side_by_side_neither_reads_again_what_both_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = parse(lines(*({"session_id": name, "messages": []} for name in ("a", "b", "a"))))
+    tokens = {turn: [*range(50), 50 + i] for i, turn in enumerate(turn for each in sessions for turn in each.turns)}
+    both, calls = threading.Barrier(2), itertools.count()
+
+    def asked(*_: object) -> Answered:
+        if next(calls) < 2:
+            both.wait(30)  # neither is answered before both are sent
+        return Answered(51, 0, None, 1.0, 2.0, 1)
+
+    monkeypatch.setattr("bench.traces.replay.asked", asked)
+    played = Replay(lambda: "", tokens).play(sessions, 2)
+    assert sorted(answer.n_known or 0 for answer in played.answers) == [0, 0, 50]
+    assert played.regret == 50, "the third was sent when the others were answered"
 
 
 @pytest.fixture

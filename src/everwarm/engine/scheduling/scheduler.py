@@ -58,14 +58,16 @@ def plan(lanes: Sequence[Lane], budget: Budget, oldest: int | None = None) -> li
     after the other, all but the last are done sooner than side by side, and a short one never waits for long ones. The
     prompt that was admitted first always gets a share. ``oldest`` is the slot of the request that was admitted first: it
     gets a token even if there are fewer of them than requests."""
-    reading = sorted((lane for lane in lanes if not lane.is_writing), key=_reading_order)
-    n_kept = any(lane.slot == oldest for lane in reading)
-    writing = sorted((lane for lane in lanes if lane.is_writing), key=lambda lane: lane.slot != oldest)
+    reading = sorted([lane for lane in lanes if not lane.is_writing], key=_reading_order)
+    n_kept = oldest in [lane.slot for lane in reading]
+    writing = sorted([lane for lane in lanes if lane.is_writing], key=lambda lane: lane.slot != oldest)
     grants = _with_tokens_again(writing[: budget.n_step - n_kept], budget.n_step - n_kept)
+    if not reading:
+        return grants
     room = budget.n_step - sum(grant.n_tokens for grant in grants)
     if grants:
         room = min(room, budget.n_beside)
-    if not reading or not room:
+    if not room:
         return grants
     eldest = min(reading, key=lambda lane: (lane.slot != oldest, lane.admitted))
     given = {eldest.slot: min(eldest.n_wanted, -(-room // ELDEST_SHARE))}

@@ -26,11 +26,12 @@ class StepPlanner:
 
     def plan(self) -> list[Grant]:
         order = oldest_first(self.slots)
+        lanes = self._lanes()
         if self.has_adapters:
             scales = {i: request.ask.lora for i in order if (request := self.slots[i].request) is not None}
             chosen = self.adapter_turns.choose(list(scales.values()), time.monotonic())
             order = [i for i in order if scales.get(i) == chosen]
-        lanes = [lane for lane in self._lanes() if lane.slot in order]
+            lanes = [lane for lane in lanes if lane.slot in order]
         budget = self.budget
         if not all(lane.is_writing for lane in lanes):  # how much is read beside replies depends on how fast that is
             budget = budget.within(self.max_step_s, self.speed.seconds_per_token)
@@ -38,8 +39,8 @@ class StepPlanner:
 
     def _lanes(self) -> list[Lane]:
         """The requests that have text to read or to write; an image is read by itself."""
-        running = [(i, s, s.request) for i, s in enumerate(self.slots) if s.request is not None]
-        return [self._lane(i, slot, request) for i, slot, request in running if slot.next_image() is None]
+        slots = enumerate(self.slots)
+        return [self._lane(i, s, s.request) for i, s in slots if s.request is not None and s.next_image() is None]
 
     def _lane(self, i: int, slot: Slot, request: Request) -> Lane:
         is_writing = slot.n_fed >= request.n_prompt
