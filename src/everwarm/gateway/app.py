@@ -86,7 +86,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
     routes = [
         *(web_ui_routes(gate) if settings.web_ui else ()),
-        *Status(pool, metrics, lag).routes(),
+        *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
         *OpenAI(pool, gate, replies).routes(),
         *Responses(pool, gate, replies, preparer, store).routes(),
         *Models(pool, gate, can_pull=settings.allow_pull).routes(),

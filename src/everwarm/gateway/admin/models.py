@@ -108,7 +108,8 @@ def _model(standing: Standing) -> Json:
         shown |= {"failed": True, "reason": status.reason}
         if standing.retry_in_s is not None:
             shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
-    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
+    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "tags": standing.spec.tags}
+    model["status"] = shown
     if info is not None:
         n_usable = min(info.n_ctx, info.n_ctx_train or info.n_ctx)  # beyond what it was trained on a model is lost
         model |= {"max_input_tokens": n_usable, "max_tokens": n_usable}

@@ -30,6 +30,7 @@ from everwarm.gateway.llamaserver.encode import (
     tokenized,
 )
 from everwarm.gateway.llamaserver.infill import InfillBody, InfillPrompt, InfillTokens, infill_prompt, texts_around
+from everwarm.gateway.openai.routes import live_timings
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
     Body,
@@ -100,7 +101,7 @@ class LlamaServer:
             if len(prompts) > 1 or (body.n or 1) > 1:
                 raise BadRequest("only one reply can be streamed: send several prompts as several requests")
             source = partial(self._with_prompt, request, body, prompts[0])
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one))
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one, live_timings(body)))
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._all_completed(request, body, prompts))
         abouts = [replace(one, prompt=prompt if isinstance(prompt, str) else None) for prompt in prompts]
@@ -127,7 +128,7 @@ class LlamaServer:
         about = self._about(body)
         source = partial(self._filled, request, body)
         if body.stream:
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about))
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about, live_timings(body)))
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._collected(request, source))
         return json_response(completion(about, found[0]))
@@ -245,7 +246,11 @@ class LlamaServer:
 
     @property
     def _endpoints(self) -> Json:
-        return {"endpoint_slots": self._settings.shows_slots, "endpoint_props": True, "endpoint_metrics": True}
+        return {
+            "endpoint_slots": self._settings.shows_slots,
+            "endpoint_props": True,
+            "endpoint_metrics": self._settings.shows_metrics,
+        }
 
     async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()

@@ -11,6 +11,7 @@ import msgspec
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import Reason
 from everwarm.gateway.http.sse import SSE_DONE, sse
+from everwarm.gateway.openai.live_timings import LiveTimings
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
@@ -36,6 +37,15 @@ def usage(choices: Sequence[m.Done], n: int = 1) -> Json:
 
 
 def timings(done: m.Done) -> Json:
+    """llama-server's accounting, and in words what was kept and why the prompt was read."""
+    return {**figures(done), **words(done)}
+
+
+def words(done: m.Done) -> Json:
+    return {"kept": done.kept, "cache": cache(done)}
+
+
+def figures(done: m.Done) -> Json:
     """llama-server's accounting; ``cache_n + prompt_n`` is always the whole prompt."""
     n_read = done.n_prompt - done.n_cached
     prompt_ms = 1e3 * (done.restore_s + done.prefill_s)
@@ -54,8 +64,6 @@ def timings(done: m.Done) -> Json:
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
-        "kept": done.kept,
-        "cache": cache(done),
         **({"draft_n": done.n_drafted, "draft_n_accepted": done.n_draft_accepted} if done.n_drafted else {}),
     }
 
@@ -103,10 +111,19 @@ class CompletionEncoder(Dialect):
     id_prefix: str
     chunk_name: str
 
-    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
+    def __init__(
+        self,
+        header: Json,
+        fingerprint: Callable[[], str],
+        body: Body,
+        live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
+        *,
+        with_probs: bool,
+    ) -> None:
         self._header = header
         self._fingerprint = fingerprint
         self._body = body
+        self._live = live
         self._with_probs = with_probs
         self._dones: dict[int, m.Done] = {}
 
@@ -121,7 +138,8 @@ class CompletionEncoder(Dialect):
     def encode(self, event: ReplyEvent) -> list[bytes]:
         if isinstance(event.message, m.Done):
             self._dones[event.index] = event.message
-        return [self._chunk([choice] if choice else [], more) for choice, more in self._chunks(event)]
+        now = self._live.after(event)
+        return [self._chunk([choice] if choice else [], {**now, **more}) for choice, more in self._chunks(event)]
 
     async def finish(self) -> list[bytes]:
         dones = [self._dones[i] for i in sorted(self._dones)]
@@ -153,8 +171,16 @@ class ChatEncoder(CompletionEncoder):
     id_prefix = "chatcmpl"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
-        super().__init__(header, fingerprint, body, with_probs=with_probs)
+    def __init__(
+        self,
+        header: Json,
+        fingerprint: Callable[[], str],
+        body: Body,
+        live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
+        *,
+        with_probs: bool,
+    ) -> None:
+        super().__init__(header, fingerprint, body, live, with_probs=with_probs)
         self._has_role: set[int] = set()  # choices whose first chunk was sent
 
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:

@@ -13,11 +13,16 @@ from starlette.routing import Route
 from everwarm import __version__
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder, CompletionEncoder, TextEncoder
-from everwarm.gateway.openai.schema import ChatBody, CompletionBody
+from everwarm.gateway.openai.live_timings import LiveTimings
+from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 from everwarm.types import Json
+
+
+def live_timings(body: Body) -> LiveTimings:
+    return LiveTimings(time.monotonic if body.timings_per_token else None)
 
 
 class OpenAI:
@@ -36,13 +41,17 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, ChatBody)
         header = self._header(ChatEncoder.id_prefix, body)
-        encoder = ChatEncoder(header, self._fingerprint(body), body, with_probs=body.n_probs is not None)
+        encoder = ChatEncoder(
+            header, self._fingerprint(body), body, live_timings(body), with_probs=body.n_probs is not None
+        )
         return await self._answer(request, body, n_bytes, encoder)
 
     async def completions(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
         header = self._header(TextEncoder.id_prefix, body)
-        encoder = TextEncoder(header, self._fingerprint(body), body, with_probs=body.wanted_probs is not None)
+        encoder = TextEncoder(
+            header, self._fingerprint(body), body, live_timings(body), with_probs=body.wanted_probs is not None
+        )
         return await self._answer(request, body, n_bytes, encoder)
 
     async def _answer(

@@ -18,6 +18,8 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.sse import json_response, sse_named
+from everwarm.gateway.openai.encode import figures, progress
+from everwarm.gateway.openai.routes import live_timings
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import message_of
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
@@ -148,6 +150,7 @@ class ResponsesTurn(Dialect):
         self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
         self._last: Json = {}
+        self._live = live_timings(body)
 
     def compaction(self, summary: str, done: m.Done) -> Json:
         """The answer to a request to compact this conversation."""
@@ -179,15 +182,19 @@ class ResponsesTurn(Dialect):
     def encode(self, event: ReplyEvent) -> list[bytes]:
         events = [each for piece in event.pieces for each in self.encoder.encode(piece)]
         match event.message:
-            case m.Begun() | m.PromptRead():
+            case m.Begun():
                 events += self.encoder.begin()
+            case m.PromptRead() as read:
+                events += self.encoder.progress(progress(read))
             case m.Done() as done:
                 events += self.end(done, event.finish)
-        return list(map(_frame, events))
+        now = self._live.after(event)
+        return [_frame({**each, **now}) for each in events]
 
     def end(self, done: m.Done, finish: str) -> list[Json]:
         """All final events but the last, which is sent by ``finish``."""
-        *events, self._last = self.encoder.end(done, finish)
+        *events, last = self.encoder.end(done, finish)
+        self._last = {**last, "timings": figures(done)} if self._body.timings_per_token else last
         return events
 
     async def finish(self) -> list[bytes]:

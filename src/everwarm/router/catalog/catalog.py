@@ -41,6 +41,7 @@ class ModelSpec:
     n_bytes: int  # about what it takes when it is loaded
     source: Source
     aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     mmproj: Path | None = None
     template: str | None = None  # the text of a chat template instead of the file's own
     pinned: bool = False
@@ -105,6 +106,7 @@ def only(
     *,
     mmproj: Path | None = None,
     aliases: tuple[str, ...] = (),
+    tags: tuple[str, ...] = (),
     template: str | None = None,
     ttl_s: float = 0.0,
 ) -> Catalog:
@@ -118,6 +120,7 @@ def only(
         source="file",
         mmproj=mmproj,
         aliases=aliases,
+        tags=tags,
         template=template,
         ttl_s=ttl_s,
         pinned=ttl_s == 0.0,
