@@ -124,7 +124,7 @@ ROWS: tuple[Row, ...] = (
     _same("-n --predict --n-predict", "N_PREDICT", "--n-predict"),
     _same("-b --batch-size", "BATCH"),
     _same("-ub --ubatch-size", "UBATCH"),
-    _refused("--keep", "a full context ends the reply, so nothing has to be kept of it; leave it out", only=("0",)),
+    _same("--keep"),
     _holds("--swa-full", "a sliding window is kept at checkpoints, so prompts are reused without it", "SWA_FULL"),
     _same("-fa --flash-attn", "FLASH_ATTN"),
     _holds("--perf | --no-perf", "timings are in every answer", "PERF"),
@@ -299,12 +299,7 @@ ROWS: tuple[Row, ...] = (
         "a conversation without a slot is kept in RAM; `--cache-ram 0` keeps none",
         "CACHE_IDLE_SLOTS",
     ),
-    _refused(
-        "--context-shift | --no-context-shift",
-        "a recurrent state cannot be shifted, so a full context ends the reply: give a larger `-c`",
-        "CONTEXT_SHIFT",
-        n_values=0,
-    ),
+    _switch("--context-shift | --no-context-shift", "CONTEXT_SHIFT"),
     _same("-r --reverse-prompt"),
     _refused(
         "-sp --special", "replies have no control tokens; /completion with return_tokens gives their ids", n_values=0

@@ -69,8 +69,8 @@ def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, 
         **sampling,
         "n_predict": n_predict,
         "max_tokens": n_predict,
-        "n_keep": 0,
-        "n_discard": 0,
+        "n_keep": body.n_keep or 0,
+        "n_discard": body.n_discard or 0,
         "n_probs": n_probs or 0,
         "post_sampling_probs": bool(body.post_sampling_probs),
         "backend_sampling": False,
@@ -164,7 +164,7 @@ def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
         "generation_settings": about.settings(),
         **({"prompt": about.prompt} if about.prompt is not None else {}),
         "has_new_line": has_new_line,
-        "truncated": was_cut,  # by the end of the context
+        "truncated": was_cut or done.n_shifts > 0,  # by the end of the context
         "stop_type": stop_type if done.stop_text is None else "word",
         "stopping_word": done.stop_text or "",
         "timings": figures(done),  # all are numbers, as there
