@@ -67,9 +67,42 @@ def walk_openai(client: openai.OpenAI) -> None:
     assert len(client.embeddings.create(model="bert", input=["a river"]).data[0].embedding) == 32
     assert {model.id for model in client.models.list()} == {"tiny", "bert"}
     assert client.models.retrieve("tiny").id == "tiny"
+    assert "501" in str(refusal(openai.InternalServerError, lambda: client.models.delete("tiny")))
     for path in ("/conversations", "/files", "/moderations"):
         error = refusal(openai.NotFoundError, lambda path=path: client.get(path, cast_to=object))
         assert "no route" in str(error)
+
+
+def test_openais_client_of_stored_chats(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        walk_stored_chats(client)
+
+
+def walk_stored_chats(client: openai.OpenAI) -> None:
+    chats = client.chat.completions
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    not_kept = chats.create(**asked)
+    first = chats.create(**asked, store=True, metadata={"of": "a test", "no": "1"})
+    *_, last = chats.create(**asked, store=True, metadata={"of": "a test", "no": "2"}, stream=True)
+    with chats.stream(**asked, store=True) as stream:
+        streamed = stream.get_final_completion()
+    assert chats.retrieve(first.id).choices[0].message.content == first.choices[0].message.content
+    assert chats.retrieve(last.id).choices == chats.retrieve(first.id).choices
+    assert [kept.id for kept in chats.list()] == [first.id, last.id, streamed.id]
+    assert next(iter(chats.list(limit=1, order="desc"))).id == streamed.id
+    assert [kept.id for kept in chats.list(metadata={"no": "2"})] == [last.id]
+    assert [message.content for message in chats.messages.list(first.id)] == ["Who are you?"]
+    assert chats.update(first.id, metadata={"no": "3"}).metadata == {"no": "3"}
+    assert chats.retrieve(first.id).metadata == {"no": "3"}
+    assert chats.delete(first.id).deleted
+    others = client.with_options(default_query={"cache_salt": "another"})
+    for gone in (first.id, not_kept.id, "resp_1"):
+        refusal(openai.NotFoundError, lambda gone=gone: chats.retrieve(gone))
+    refusal(openai.NotFoundError, lambda: others.chat.completions.retrieve(last.id))
+    refusal(openai.NotFoundError, lambda: client.responses.retrieve(last.id))
+    refusal(
+        openai.NotFoundError, lambda: client.responses.create(model="tiny", input="a", previous_response_id=last.id)
+    )
 
 
 def test_openais_client_of_responses(server: Server) -> None:
@@ -90,6 +123,7 @@ def walk_responses(client: openai.OpenAI) -> None:
     assert [item.type for item in client.responses.input_items.list(first.id)] == ["message"]
     assert client.responses.input_tokens.count(model="tiny", input="Who are you?").input_tokens > 3
     assert client.responses.compact(model="tiny", input="Who are you?").output
+    assert "is over" in str(refusal(openai.BadRequestError, lambda: client.responses.cancel(first.id)))
     client.responses.delete(first.id)
     refusal(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
     assert "background" in str(

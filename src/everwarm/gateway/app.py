@@ -39,6 +39,7 @@ from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
+from everwarm.gateway.openai.stored_chats import StoredChats
 from everwarm.gateway.responses.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
@@ -87,11 +88,12 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     routes = [
         *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
-        *OpenAI(pool, gate, replies).routes(),
+        *OpenAI(pool, gate, replies, chats := StoredChats(gate, store)).routes(),
         *Responses(pool, gate, replies, preparer, store).routes(),
-        *Models(pool, gate, can_pull=settings.allow_pull).routes(),
+        *Models(pool, gate, pulls).routes(),
         *(llama_server := LlamaServer(pool, gate, replies, preparer, settings)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
+        *chats.routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies, pulls, llama_server.fill_in).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),

@@ -389,7 +389,7 @@ ROWS: tuple[Row, ...] = (
         "files of the server are not read for requests: send images in them, or allow a host with `--picture-host`",
     ),
     _same("--models-dir", "MODELS_DIR", "--models"),
-    _refused("--models-preset", "list models in a TOML file: `--models FILE.toml`", "MODELS_PRESET"),
+    _same("--models-preset", "MODELS_PRESET", "--models"),
     _same("--models-max", "MODELS_MAX"),
     _switch("--models-autoload | --no-models-autoload", "MODELS_AUTOLOAD"),
     _holds("--jinja | --no-jinja", "templates are always rendered as Jinja", "JINJA"),

@@ -233,7 +233,10 @@ class LlamaServer:
         name = request.query_params.get("model")
         if name is None and self._pool.catalog.find(None) is None:
             models = [standing.spec.id for standing in self._pool.standings()]
-            return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
+            shown: Json = {"role": "router", "max_instances": self._pool.limits.models_max, "models": models}
+            shown |= {"models_autoload": self._pool.autoload, "model_alias": "everwarm", "model_path": "none"}
+            shown["default_generation_settings"] = {"params": self._default_params(), "n_ctx": 0}
+            return json_response({**shown, "modalities": _TEXT_ONLY, "build_info": f"everwarm-{__version__}"})
         served = self._pool.look(name)
         if not served.supervisor.is_running:
             return json_response(_asleep(served, self._default_params(), self._endpoints))

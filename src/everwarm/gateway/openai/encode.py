@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -179,9 +179,23 @@ class ChatEncoder(CompletionEncoder):
         live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
         *,
         with_probs: bool,
+        keep: Callable[[Json], Awaitable[None]] | None = None,
     ) -> None:
+        """``keep`` stores the whole answer of a stream before its last chunk."""
         super().__init__(header, fingerprint, body, live, with_probs=with_probs)
         self._has_role: set[int] = set()  # choices whose first chunk was sent
+        self._keep = keep
+        self._choices: dict[int, Choice] = {}
+
+    def encode(self, event: ReplyEvent) -> list[bytes]:
+        if self._keep is not None:
+            self._choices.setdefault(event.index, Choice()).add(event)
+        return super().encode(event)
+
+    async def finish(self) -> list[bytes]:
+        if self._keep is not None:
+            await self._keep(self.whole([self._choices[i] for i in sorted(self._choices)]))
+        return await super().finish()
 
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
         """The role comes with the first token: clients take the first chunk for it when they measure."""

@@ -210,6 +210,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
@@ -226,6 +229,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    store: bool | None = None
+    metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
 
     @property
     def n_probs(self) -> int | None:
