@@ -166,6 +166,26 @@ def test_every_chunk_has_timings_when_they_are_wanted(server, path, asked):
     assert told[-1]["predicted_n"] == 60 and all(each["prompt_n"] + each["cache_n"] >= 20 for each in told)
 
 
+def test_a_full_context_is_shifted_only_where_the_server_allows_it():
+    body = {
+        "prompt": "word " * 100,
+        "n_predict": 250,
+        "ignore_eos": True,
+        "temperature": 0,
+        "n_keep": 3,
+        "n_discard": 40,
+    }
+    with serving("--context-shift", "--keep", "5", n_ctx=256) as server:
+        answer = server.ask("/completion", body)
+        assert answer["tokens_predicted"] == 250 and answer["truncated"] and answer["stop_type"] == "limit"
+        assert (answer["generation_settings"]["n_keep"], answer["generation_settings"]["n_discard"]) == (3, 40)
+        assert answer["tokens_evaluated"] == answer["timings"]["prompt_n"] + answer["timings"]["cache_n"]
+        assert server.ask("/v1/completions", body)["usage"]["completion_tokens"] == 250
+    with serving(n_ctx=256) as server:
+        answer = server.ask("/completion", body)
+        assert answer["tokens_predicted"] + answer["tokens_evaluated"] == 256 and answer["truncated"]
+
+
 def test_timings_of_completions_are_numbers_and_the_words_stand_beside_them(server):
     answer = complete(server, prompt="numbers only", n_predict=3)
     assert all(isinstance(value, int | float) and value >= 0 for value in answer["timings"].values())
