@@ -192,12 +192,39 @@ def walk_ollama(client: ollama.Client) -> None:
     assert len(client.embeddings("bert", "a river").embedding) == 32
     assert {model.model for model in client.list().models} == {"tiny:latest", "bert:latest"}
     assert client.show("tiny").modelinfo and client.ps().models
-    changes: list[Callable[[], Any]] = [
+    walk_derived_models(client)
+    changes: list[Callable[[], Any]] = [  # pull and delete: where the server allows them; see test_pull
         lambda: client.pull("nothing"),
         lambda: client.push("a/b"),
-        lambda: client.create("new", from_="tiny"),
-        lambda: client.copy("tiny", "other"),
+        lambda: client.create("new", from_="tiny", files={"a.gguf": "sha256:0"}),
+        lambda: client.create_blob(EMBEDDED),
         lambda: client.delete("tiny"),
     ]
     for change in changes:
         assert refusal(ollama.ResponseError, change).status_code == 501
+
+
+def walk_derived_models(client: ollama.Client) -> None:
+    made = client.create(
+        "pirate", from_="tiny", system="You are a pirate.", parameters={"temperature": 0, "num_predict": 9}
+    )
+    assert made.status == "success"
+    client.copy("pirate", "second")
+    assert {model.model for model in client.list().models} >= {"pirate:latest", "second:latest"}
+    shown = client.show("second")
+    assert "You are a pirate." in (shown.modelfile or "") and "num_predict 9" in (shown.parameters or "")
+    said = client.chat("second", messages=MESSAGES)
+    system: Any = [{"role": "system", "content": "You are a pirate."}, *MESSAGES]
+    same = client.chat("tiny", messages=system, options={"temperature": 0, "num_predict": 9})
+    assert said.message.content == same.message.content and said.model == "second"
+    assert said.prompt_eval_count == same.prompt_eval_count and said.eval_count == same.eval_count
+    assert client.chat("second", messages=system).prompt_eval_count == same.prompt_eval_count  # its own counts
+    told = client.generate("pirate", "Who are you?", options={"num_predict": 2})
+    assert told.eval_count == 2
+    assert refusal(ollama.ResponseError, lambda: client.create("tiny", from_="tiny")).status_code == 400
+    assert refusal(ollama.ResponseError, lambda: client.copy("nothing", "a")).status_code == 404
+    bad: Any = {"temperature": "hot"}
+    assert refusal(ollama.ResponseError, lambda: client.create("bad", from_="tiny", parameters=bad)).status_code == 400
+    for name in ("pirate", "second"):
+        assert client.delete(name).status == "success"
+    assert {model.model for model in client.list().models} == {"tiny:latest", "bert:latest"}

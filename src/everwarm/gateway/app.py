@@ -36,6 +36,7 @@ from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
+from everwarm.gateway.ollama.derived_models import DerivedModels
 from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
@@ -95,7 +96,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
         *chats.routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
-        *Ollama(pool, gate, replies, pulls, llama_server.fill_in).routes(),
+        *Ollama(pool, gate, replies, pulls, llama_server.fill_in, DerivedModels(pool, settings.state_dir)).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
         *CachePlanner(pool, gate, preparer, replies, settings.pin_quota).routes(),
