@@ -41,7 +41,7 @@ from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.openai.stored_chats import StoredChats
-from everwarm.gateway.responses.response_store import ResponseStore
+from everwarm.gateway.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
@@ -69,9 +69,8 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    metrics = Metrics()
+    metrics, request_log = Metrics(), RequestLog()
     lag = LoopLag(metrics.lagged)
-    request_log = RequestLog()
     limits = AdmissionLimits(settings, lambda: pool.backlogs())
     bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
     images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)

@@ -33,12 +33,12 @@ fa = on
 
 
 def test_sections_are_models_and_keys_are_flags():
-    found = models_of(WHOLE, "my.ini", Path("/home/me"))["models"]
+    found = models_of(WHOLE, "my.ini", Path("/models"))["models"]
     assert found == {
         "custom": {
             "ctx-size": 1024,
             "n-gpu-layers": 8,
-            "path": "/home/me/models/a.gguf",
+            "path": "/models/models/a.gguf",
             "slots": 2,
             "cache-ram": 64,
             "alias": ("one", "two"),

@@ -16,9 +16,9 @@ from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.llamaserver.infill import InfillBody
 from everwarm.gateway.openai.encode import figures, logprobs, progress, words
-from everwarm.gateway.openai.live_timings import LiveTimings
 from everwarm.gateway.openai.schema import DEFAULT_SAMPLING, Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.live_timings import LiveTimings
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 

@@ -30,7 +30,6 @@ from everwarm.gateway.llamaserver.encode import (
     tokenized,
 )
 from everwarm.gateway.llamaserver.infill import InfillBody, InfillPrompt, InfillTokens, infill_prompt, texts_around
-from everwarm.gateway.openai.routes import live_timings
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
     Body,
@@ -44,6 +43,7 @@ from everwarm.gateway.openai.schema import (
     read,
 )
 from everwarm.gateway.serving.generate import Choice
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer

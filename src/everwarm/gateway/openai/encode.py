@@ -11,12 +11,12 @@ import msgspec
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import Reason
 from everwarm.gateway.http.sse import SSE_DONE, sse
-from everwarm.gateway.openai.live_timings import LiveTimings
 from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.live_timings import LiveTimings
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 

@@ -14,17 +14,13 @@ from starlette.routing import Route
 from everwarm import __version__
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder, CompletionEncoder, TextEncoder
-from everwarm.gateway.openai.live_timings import LiveTimings
-from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
+from everwarm.gateway.openai.schema import ChatBody, CompletionBody
 from everwarm.gateway.openai.stored_chats import StoredChats
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
 from everwarm.types import Json
-
-
-def live_timings(body: Body) -> LiveTimings:
-    return LiveTimings(time.monotonic if body.timings_per_token else None)
 
 
 class OpenAI:

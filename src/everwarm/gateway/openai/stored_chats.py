@@ -20,7 +20,7 @@ from everwarm.gateway.http.pages import page_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder
 from everwarm.gateway.openai.schema import ChatBody, Metadata
-from everwarm.gateway.responses.response_store import ResponseStore, StoredResponse
+from everwarm.gateway.response_store import ResponseStore, StoredResponse
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.types import Json
 

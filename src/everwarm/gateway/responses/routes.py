@@ -20,13 +20,13 @@ from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.pages import page_of
 from everwarm.gateway.http.sse import json_response, sse_named
 from everwarm.gateway.openai.encode import figures, progress
-from everwarm.gateway.openai.routes import live_timings
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import message_of
+from everwarm.gateway.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
-from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, compacting, offered, own_items, sealed
 from everwarm.gateway.serving.generate import ReplyEvent
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer

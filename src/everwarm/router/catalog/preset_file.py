@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import configparser
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 from everwarm.errors import BadRequest
@@ -73,7 +73,7 @@ _HOLD = (
 )
 
 
-def models_of(text: str, name: str, folder: Path) -> dict[str, Any]:
+def models_of(text: str, name: str, folder: PurePath) -> dict[str, Any]:
     """The content of a models file. ``folder``: what paths in it are relative to, as llama-server takes them."""
     parser = configparser.RawConfigParser(
         default_section="", strict=False, delimiters=("=",), comment_prefixes=(";", "#")
@@ -94,7 +94,7 @@ def models_of(text: str, name: str, folder: Path) -> dict[str, Any]:
 _HEAD = "before the first section"
 
 
-def _table(given: Mapping[str, str], where: str, folder: Path) -> dict[str, Any]:
+def _table(given: Mapping[str, str], where: str, folder: PurePath) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, text in given.items():
         flag = key.removeprefix("llama_arg_").replace("_", "-").lstrip("-")

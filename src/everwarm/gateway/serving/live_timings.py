@@ -1,11 +1,13 @@
-"""llama-server's ``timings_per_token``: what was read and written so far, with every chunk of a stream. Pure."""
+"""llama-server's ``timings_per_token``: what was read and written so far, with every chunk of a stream."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from everwarm.engine.process import messages as m
+from everwarm.gateway.openai.schema import Body
 from everwarm.gateway.serving.generate import ReplyEvent
 from everwarm.types import Json
 
@@ -37,6 +39,10 @@ class _Choice:
             "predicted_per_token_ms": write_ms / n_decoded if n_decoded else 0.0,
             "predicted_per_second": 1e3 * n_decoded / write_ms if write_ms else 0.0,
         }
+
+
+def live_timings(body: Body) -> LiveTimings:
+    return LiveTimings(time.monotonic if body.timings_per_token else None)
 
 
 class LiveTimings:
