@@ -160,6 +160,8 @@ def test_every_chunk_has_timings_when_they_are_wanted(server, path, asked):
     assert sum("timings" in event for event in plain) <= 1  # only the last has them
     is_event = path == "/v1/responses"
     texts = [event for event in timed if event.get("type", "").endswith("delta") or not is_event]
+    if path == "/v1/chat/completions":
+        assert texts.pop(0)["choices"][0]["delta"]["role"] and "timings" not in timed[0]
     assert len(texts) > 2 and all("timings" in event for event in texts)
     told = [event["timings"] for event in timed if "timings" in event]
     assert [each["predicted_n"] for each in told] == sorted(each["predicted_n"] for each in told)

@@ -1,7 +1,5 @@
 """llama-server's INI file of presets becomes the tables of a models file."""
 
-from pathlib import Path
-
 import pytest
 
 from everwarm.engine.settings import EngineSettings
@@ -33,7 +31,7 @@ fa = on
 
 
 def test_sections_are_models_and_keys_are_flags():
-    found = models_of(WHOLE, "my.ini", Path("/models"))["models"]
+    found = models_of(WHOLE, "my.ini", "/models")["models"]
     assert found == {
         "custom": {
             "ctx-size": 1024,
@@ -65,7 +63,7 @@ def test_sections_are_models_and_keys_are_flags():
 )
 def test_what_cannot_be_used_is_named_with_its_place(text, words):
     with pytest.raises(BadRequest, match=words):
-        models_of(text, "my.ini", Path("/"))
+        models_of(text, "my.ini", "/")
 
 
 def test_a_server_reads_it_like_its_own_file(tmp_path):

@@ -139,7 +139,10 @@ class CompletionEncoder(Dialect):
         if isinstance(event.message, m.Done):
             self._dones[event.index] = event.message
         now = self._live.after(event)
-        return [self._chunk([choice] if choice else [], {**now, **more}) for choice, more in self._chunks(event)]
+        return [
+            self._chunk([choice] if choice else [], more if _opens(choice) else {**now, **more})
+            for choice, more in self._chunks(event)
+        ]
 
     async def finish(self) -> list[bytes]:
         dones = [self._dones[i] for i in sorted(self._dones)]
@@ -266,6 +269,11 @@ class TextEncoder(CompletionEncoder):
             for i, choice in enumerate(choices)
         ]
         return self._whole("text_completion", listed, [choice.done for choice in choices])
+
+
+def _opens(choice: Json | None) -> bool:
+    """Whether it is the chunk with the role, which comes before there is anything to time."""
+    return choice is not None and "role" in choice.get("delta", ())
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:

@@ -222,7 +222,7 @@ def parsed(path: Path) -> dict[str, Any]:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         require(len(raw) <= MAX_FILE_BYTES, f"{path} has more than {MAX_FILE_BYTES} bytes; give a list of models")
-        return models_of(raw.decode(), path.name, Path.cwd()) if is_preset else tomllib.loads(raw.decode())
+        return models_of(raw.decode(), path.name, str(Path.cwd())) if is_preset else tomllib.loads(raw.decode())
     except OSError as error:
         raise BadRequest(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import configparser
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 from everwarm.errors import BadRequest
@@ -73,7 +72,7 @@ _HOLD = (
 )
 
 
-def models_of(text: str, name: str, folder: PurePath) -> dict[str, Any]:
+def models_of(text: str, name: str, folder: str) -> dict[str, Any]:
     """The content of a models file. ``folder``: what paths in it are relative to, as llama-server takes them."""
     parser = configparser.RawConfigParser(
         default_section="", strict=False, delimiters=("=",), comment_prefixes=(";", "#")
@@ -94,7 +93,7 @@ def models_of(text: str, name: str, folder: PurePath) -> dict[str, Any]:
 _HEAD = "before the first section"
 
 
-def _table(given: Mapping[str, str], where: str, folder: PurePath) -> dict[str, Any]:
+def _table(given: Mapping[str, str], where: str, folder: str) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, text in given.items():
         flag = key.removeprefix("llama_arg_").replace("_", "-").lstrip("-")
@@ -107,13 +106,17 @@ def _table(given: Mapping[str, str], where: str, folder: PurePath) -> dict[str, 
         elif flag in _LISTS or flag in _TEXTS:
             name = _LISTS.get(flag) or _TEXTS[flag]
             parts = [part.strip() for part in text.split(",") if part.strip()] if flag in _LISTS else [text]
-            parts = [str(folder / part) for part in parts] if name in _PATHS else parts
+            parts = [_below(folder, part) for part in parts] if name in _PATHS else parts
             table[name] = tuple(parts) if flag in _LISTS else parts[0]
         else:
             raise BadRequest(f"{where} has {key!r}, which holds for all models here: give --{flag} on the command line")
     if table.get("ttl", 0) < 0:
         table["ttl"] = 0
     return {key: float(value) if key == "ttl" else value for key, value in table.items()}
+
+
+def _below(folder: str, path: str) -> str:
+    return path if path.startswith("/") else f"{folder}/{path}"
 
 
 def _number(text: str, where: str) -> int:
