@@ -119,12 +119,17 @@ class CompletionEncoder(Dialect):
         live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
         *,
         with_probs: bool,
+        keep: Callable[[Json], Awaitable[None]] | None = None,
     ) -> None:
+        """``keep`` stores the whole answer of a stream before its last chunk."""
         self._header = header
         self._fingerprint = fingerprint
         self._body = body
         self._live = live
         self._with_probs = with_probs
+        self._keep = keep
+        self._choices: dict[int, Choice] = {}  # only to be kept
+        self._has_role: set[int] = set()  # choices of a chat whose first chunk was sent
         self._dones: dict[int, m.Done] = {}
 
     @abc.abstractmethod
@@ -138,6 +143,8 @@ class CompletionEncoder(Dialect):
     def encode(self, event: ReplyEvent) -> list[bytes]:
         if isinstance(event.message, m.Done):
             self._dones[event.index] = event.message
+        if self._keep is not None:
+            self._choices.setdefault(event.index, Choice()).add(event)
         now = self._live.after(event)
         return [
             self._chunk([choice] if choice else [], more if _opens(choice) else {**now, **more})
@@ -145,6 +152,8 @@ class CompletionEncoder(Dialect):
         ]
 
     async def finish(self) -> list[bytes]:
+        if self._keep is not None:
+            await self._keep(self.whole([self._choices[i] for i in sorted(self._choices)]))
         dones = [self._dones[i] for i in sorted(self._dones)]
         last = self._diagnostics(dones[0])
         if self._body.includes_usage:
@@ -173,32 +182,6 @@ class CompletionEncoder(Dialect):
 class ChatEncoder(CompletionEncoder):
     id_prefix = "chatcmpl"
     chunk_name = "chat.completion.chunk"
-
-    def __init__(
-        self,
-        header: Json,
-        fingerprint: Callable[[], str],
-        body: Body,
-        live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
-        *,
-        with_probs: bool,
-        keep: Callable[[Json], Awaitable[None]] | None = None,
-    ) -> None:
-        """``keep`` stores the whole answer of a stream before its last chunk."""
-        super().__init__(header, fingerprint, body, live, with_probs=with_probs)
-        self._has_role: set[int] = set()  # choices whose first chunk was sent
-        self._keep = keep
-        self._choices: dict[int, Choice] = {}
-
-    def encode(self, event: ReplyEvent) -> list[bytes]:
-        if self._keep is not None:
-            self._choices.setdefault(event.index, Choice()).add(event)
-        return super().encode(event)
-
-    async def finish(self) -> list[bytes]:
-        if self._keep is not None:
-            await self._keep(self.whole([self._choices[i] for i in sorted(self._choices)]))
-        return await super().finish()
 
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
         """The role comes with the first token: clients take the first chunk for it when they measure."""
