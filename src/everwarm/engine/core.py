@@ -448,11 +448,11 @@ class Core:
         following = request.shifted(n_ctx) if finish is Finish.LENGTH else None
         if following is None:
             return self.finish(slot, request, finish, events, error)
-        self.checkpointer.mark_end(slot)
+        self.cache.checkpointer.mark_end(slot)
         slot.release()
         slot.remember(request.ask.namespace)
         slot.touch(time.monotonic())
-        self.requeue(following)
+        self._requeue(following)
 
     def _catch_up(self, slot: Slot, request: Request, n_items: int) -> None:
         """Decodes what a reply that ends was to decode again after a rejected draft, so that as much of it is kept as
