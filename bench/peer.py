@@ -34,6 +34,7 @@ class PeerOptions:
     synth_rates: tuple[float, ...] = ()  # of drafted tokens that it accepts, by their place, whatever they are
     pooling: int | None = None  # of an embedding model; -1: as its file says
     chat_template: str | None = None  # instead of the model's own
+    kv_unified: bool = True
 
 
 class Peer:
@@ -88,7 +89,7 @@ def _serve(options: PeerOptions, pipe: multiprocessing.connection.Connection) ->
     params.slot_prompt_similarity = options.slot_prompt_similarity
     params.n_cache_reuse = options.n_cache_reuse
     params.cache_idle_slots = options.cache_idle_slots
-    params.kv_unified = True
+    params.kv_unified = options.kv_unified
     if options.pooling is not None:
         params.embedding = True
         params.pooling_type = xllamacpp.llama_pooling_type(options.pooling)

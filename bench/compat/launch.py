@@ -52,9 +52,10 @@ def with_stand_ins(flags: list[Flag]) -> list[Flag]:
 
 def run_everwarm(flags: list[Flag]) -> None:
     """Nothing is kept from one test for the next. What llama-server does by itself is asked for: slots have
-    shares of the context, and every page may call."""
+    shares of the context, every page may call, and there are no metrics unless a flag wants them."""
     args = [str(Path(sys.executable).parent / "everwarm"), "serve", "--disk-cache", "0"]
     args += [] if ("--kv-unified",) in flags else ["--no-kv-unified"]
+    args += [] if ("--metrics",) in flags else ["--no-metrics"]
     args += [] if any(flag[0] == "--cors-origins" for flag in flags) else ["--cors-origins", "*"]
     for flag in flags:
         try:

@@ -401,6 +401,14 @@ class ThinkingBudget:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextShift:
+    """What a reply that fills its context gives up to go on: ``n_discard`` tokens behind the first ``n_keep``."""
+
+    n_keep: int = 0  # negative: the whole prompt
+    n_discard: int = 0  # 0: half of what is not kept
+
+
+@dataclass(frozen=True, slots=True)
 class Constraint:
     """What a reply must match. In a Lark text the rules ``tag_0``, ``tag_1`` … stand for ``tags``: words that are one
     control token in some vocabularies and plain text in others."""

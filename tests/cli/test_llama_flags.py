@@ -148,7 +148,7 @@ def test_cache_ram_is_in_mib() -> None:
 
 def test_keys_and_aliases_are_lists() -> None:
     assert server("--api-key k1,k2").api_keys == ("k1", "k2")
-    assert line("-a one,two").aliases == ("one", "two")
+    assert line("-a two,one,two").aliases == ("one", "two")  # llama-server names it by the first of the alphabet
 
 
 def test_keys_come_from_a_file(tmp_path) -> None:
@@ -252,6 +252,7 @@ def test_their_variables_are_read() -> None:
         "--tensor-split": ["1", "2"],
         "--mmap": False,
         "--slots-endpoint": False,
+        "--metrics": True,
         "--api-key": "k1,k2",
     }
     assert unknown_variables(["LLAMA_ARG_CTX_SIZ", "LLAMA_ARG_CTX_SIZE", "PATH"]) == ["LLAMA_ARG_CTX_SIZ"]

@@ -67,9 +67,42 @@ def walk_openai(client: openai.OpenAI) -> None:
     assert len(client.embeddings.create(model="bert", input=["a river"]).data[0].embedding) == 32
     assert {model.id for model in client.models.list()} == {"tiny", "bert"}
     assert client.models.retrieve("tiny").id == "tiny"
+    assert "501" in str(refusal(openai.InternalServerError, lambda: client.models.delete("tiny")))
     for path in ("/conversations", "/files", "/moderations"):
         error = refusal(openai.NotFoundError, lambda path=path: client.get(path, cast_to=object))
         assert "no route" in str(error)
+
+
+def test_openais_client_of_stored_chats(server: Server) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        walk_stored_chats(client)
+
+
+def walk_stored_chats(client: openai.OpenAI) -> None:
+    chats = client.chat.completions
+    asked: Any = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    not_kept = chats.create(**asked)
+    first = chats.create(**asked, store=True, metadata={"of": "a test", "no": "1"})
+    *_, last = chats.create(**asked, store=True, metadata={"of": "a test", "no": "2"}, stream=True)
+    with chats.stream(**asked, store=True) as stream:
+        streamed = stream.get_final_completion()
+    assert chats.retrieve(first.id).choices[0].message.content == first.choices[0].message.content
+    assert chats.retrieve(last.id).choices == chats.retrieve(first.id).choices
+    assert [kept.id for kept in chats.list()] == [first.id, last.id, streamed.id]
+    assert next(iter(chats.list(limit=1, order="desc"))).id == streamed.id
+    assert [kept.id for kept in chats.list(metadata={"no": "2"})] == [last.id]
+    assert [message.content for message in chats.messages.list(first.id)] == ["Who are you?"]
+    assert chats.update(first.id, metadata={"no": "3"}).metadata == {"no": "3"}
+    assert chats.retrieve(first.id).metadata == {"no": "3"}
+    assert chats.delete(first.id).deleted
+    others = client.with_options(default_query={"cache_salt": "another"})
+    for gone in (first.id, not_kept.id, "resp_1"):
+        refusal(openai.NotFoundError, lambda gone=gone: chats.retrieve(gone))
+    refusal(openai.NotFoundError, lambda: others.chat.completions.retrieve(last.id))
+    refusal(openai.NotFoundError, lambda: client.responses.retrieve(last.id))
+    refusal(
+        openai.NotFoundError, lambda: client.responses.create(model="tiny", input="a", previous_response_id=last.id)
+    )
 
 
 def test_openais_client_of_responses(server: Server) -> None:
@@ -90,6 +123,7 @@ def walk_responses(client: openai.OpenAI) -> None:
     assert [item.type for item in client.responses.input_items.list(first.id)] == ["message"]
     assert client.responses.input_tokens.count(model="tiny", input="Who are you?").input_tokens > 3
     assert client.responses.compact(model="tiny", input="Who are you?").output
+    assert "is over" in str(refusal(openai.BadRequestError, lambda: client.responses.cancel(first.id)))
     client.responses.delete(first.id)
     refusal(openai.NotFoundError, lambda: client.responses.retrieve(first.id))
     assert "background" in str(
@@ -158,12 +192,39 @@ def walk_ollama(client: ollama.Client) -> None:
     assert len(client.embeddings("bert", "a river").embedding) == 32
     assert {model.model for model in client.list().models} == {"tiny:latest", "bert:latest"}
     assert client.show("tiny").modelinfo and client.ps().models
-    changes: list[Callable[[], Any]] = [
+    walk_derived_models(client)
+    changes: list[Callable[[], Any]] = [  # pull and delete: where the server allows them; see test_pull
         lambda: client.pull("nothing"),
         lambda: client.push("a/b"),
-        lambda: client.create("new", from_="tiny"),
-        lambda: client.copy("tiny", "other"),
+        lambda: client.create("new", from_="tiny", files={"a.gguf": "sha256:0"}),
+        lambda: client.create_blob(EMBEDDED),
         lambda: client.delete("tiny"),
     ]
     for change in changes:
         assert refusal(ollama.ResponseError, change).status_code == 501
+
+
+def walk_derived_models(client: ollama.Client) -> None:
+    made = client.create(
+        "pirate", from_="tiny", system="You are a pirate.", parameters={"temperature": 0, "num_predict": 9}
+    )
+    assert made.status == "success"
+    client.copy("pirate", "second")
+    assert {model.model for model in client.list().models} >= {"pirate:latest", "second:latest"}
+    shown = client.show("second")
+    assert "You are a pirate." in (shown.modelfile or "") and "num_predict 9" in (shown.parameters or "")
+    said = client.chat("second", messages=MESSAGES)
+    system: Any = [{"role": "system", "content": "You are a pirate."}, *MESSAGES]
+    same = client.chat("tiny", messages=system, options={"temperature": 0, "num_predict": 9})
+    assert said.message.content == same.message.content and said.model == "second"
+    assert said.prompt_eval_count == same.prompt_eval_count and said.eval_count == same.eval_count
+    assert client.chat("second", messages=system).prompt_eval_count == same.prompt_eval_count  # its own counts
+    told = client.generate("pirate", "Who are you?", options={"num_predict": 2})
+    assert told.eval_count == 2
+    assert refusal(ollama.ResponseError, lambda: client.create("tiny", from_="tiny")).status_code == 400
+    assert refusal(ollama.ResponseError, lambda: client.copy("nothing", "a")).status_code == 404
+    bad: Any = {"temperature": "hot"}
+    assert refusal(ollama.ResponseError, lambda: client.create("bad", from_="tiny", parameters=bad)).status_code == 400
+    for name in ("pirate", "second"):
+        assert client.delete(name).status == "success"
+    assert {model.model for model in client.list().models} == {"tiny:latest", "bert:latest"}

@@ -34,7 +34,8 @@ def act(tab: Tab, message: Any, name: str) -> None:
 def test_browsers_get_the_page_and_programs_get_json(server):
     page = server.get("/", Accept="text/html,application/xhtml+xml")
     assert page.headers["content-type"] == "text/html; charset=utf-8" and b"<!doctype html>" in page.data
-    for accept in ("application/json", "*/*"):
+    assert server.get("/", Accept="*/*").data == page.data
+    for accept in ("application/json", "application/json, text/plain, */*"):
         assert server.get("/", Accept=accept).json["name"] == "everwarm"
     policy = page.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")

@@ -22,7 +22,7 @@ from everwarm import __version__
 from everwarm.cli.flags.llama_line import from_environment, our_line, unknown_variables
 from everwarm.cli.flags.option_groups import HELP_ALL
 from everwarm.cli.help_page import HELP_ENV, LineFormatter
-from everwarm.cli.serve_options import DEFAULTS, ServeOptions
+from everwarm.cli.serve_options import DEFAULTS, ServeOptions, listed
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest, EverwarmError
@@ -208,7 +208,8 @@ def _single(model: str | None, options: ServeOptions, console: Console) -> Catal
         options.engine(None if options.ctx_size else _trained_context(path)),
         *(options.aliases or (name,))[:1],
         mmproj=mmproj if options.mmproj_auto else None,
-        aliases=options.aliases[1:],
+        aliases=options.aliases,
+        tags=tuple(dict.fromkeys(listed(options.tags))),
         template=options.template(),
         ttl_s=options.idle_limit_s,
     )

@@ -101,11 +101,17 @@ class ServeOptions:
     ] = False
     ui: Annotated[bool, Parameter(group=NETWORK, help="serve the web page at /")] = True
     slots_endpoint: Annotated[bool, Parameter(group=NETWORK, help="answer GET /slots")] = True
+    metrics: Annotated[bool, Parameter(group=NETWORK, help="answer GET /metrics")] = True
     alias: Annotated[
         str | None,
         Parameter(
-            name=["--alias", "-a"], group=NETWORK, help="the model's names in the API, with commas; default: the file's"
+            name=["--alias", "-a"],
+            group=NETWORK,
+            help="the model's names in the API, with commas; the first in the alphabet is its id; default: the file's",
         ),
+    ] = None
+    tags: Annotated[
+        str | None, Parameter(group=NETWORK, help="words that /v1/models shows with the model, with commas")
     ] = None
     chat_template: Annotated[
         str | None,
@@ -495,7 +501,8 @@ class ServeOptions:
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        return _listed(self.alias)
+        """In the order of the alphabet: llama-server names a model by the first."""
+        return tuple(sorted(set(listed(self.alias))))
 
     def _store(self) -> StoreSettings | None:
         disk_bytes = parse_bytes(self.disk_cache)
@@ -522,7 +529,7 @@ class ServeOptions:
         return PoolLimits(1 if most is None else most, n_bytes or 0)
 
     def server(self) -> ServerSettings:
-        hosts, api_keys = _listed(self.host) or ("",), self._api_keys()
+        hosts, api_keys = listed(self.host) or ("",), self._api_keys()
         return ServerSettings(
             host=hosts[0],
             more_hosts=hosts[1:],
@@ -562,19 +569,20 @@ class ServeOptions:
             web_ui=self.ui,
             allow_pull=self.allow_pull,
             shows_slots=self.slots_endpoint,
-            cors_origins=tuple(origin for text in self.cors_origins for origin in _listed(text)),
+            shows_metrics=self.metrics,
+            cors_origins=tuple(origin for text in self.cors_origins for origin in listed(text)),
         )
 
     def _api_keys(self) -> tuple[str, ...]:
         """Of the flag and of the file, each once."""
-        given = () if self.api_key is None else _listed(self.api_key) or ("",)  # an empty one is refused later
+        given = () if self.api_key is None else listed(self.api_key) or ("",)  # an empty one is refused later
         lines = () if self.api_key_file is None else read_text(self.api_key_file, MAX_FILE_BYTES).splitlines()
         from_file = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         require(self.api_key_file is None or bool(from_file), f"there are no keys in {self.api_key_file}")
         return tuple(dict.fromkeys((*given, *from_file)))
 
 
-def _listed(text: str | None) -> tuple[str, ...]:
+def listed(text: str | None) -> tuple[str, ...]:
     """The parts of a text with commas."""
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 

@@ -398,7 +398,7 @@ class Core:
         slot.advance(n_items)
         if request.ask.deterministic and not self._seat_window(slot, request):
             return self._start_over([slot], StateRejected("its window was lost while it was seated anew"), events)
-        if slot.n_fed <= request.n_prompt:
+        if slot.n_fed <= request.n_prompt and request.before is None:
             events.append(Progress(request.id, request.n_tokens(slot.n_fed), request.n_prompt_tokens))
         cut = slot.pop_cut()
         if cut is not None and not self.keeper.take(slot, cut.kind):
@@ -453,7 +453,21 @@ class Core:
         events.append(NewToken(request.id, token, picked.probs))
         if (end := request.end()) is not None:
             self._catch_up(slot, request, request.n_items - 1)
-            self.finish(slot, request, end, events)
+            self._end(slot, request, end, events)
+
+    def _end(
+        self, slot: Slot, request: Request, finish: Finish, events: list[Event], error: EverwarmError | None = None
+    ) -> None:
+        """A reply has reached its end; one whose context is full may go on with less behind it."""
+        n_ctx = self.settings.n_ctx_of_request(self.context.n_ctx)
+        following = request.shifted(n_ctx) if finish is Finish.LENGTH else None
+        if following is None:
+            return self.finish(slot, request, finish, events, error)
+        self.cache.checkpointer.mark_end(slot)
+        slot.release()
+        slot.remember(request.ask.namespace)
+        slot.touch(time.monotonic())
+        self._requeue(following)
 
     def _catch_up(self, slot: Slot, request: Request, n_items: int) -> None:
         """Decodes what a reply that ends was to decode again after a rejected draft, so that as much of it is kept as
@@ -545,7 +559,7 @@ class Core:
         request = effect.slot.request
         assert request is not None
         log.debug("request %d ends at %d tokens: %s", request.id, effect.slot.n_fed, error)
-        self.finish(effect.slot, request, effect.finish, events, effect.error)
+        self._end(effect.slot, request, effect.finish, events, effect.error)
 
     def _suspend(self, slot: Slot, reason: str) -> None:
         """Moves a running request to RAM. It comes back in the order of admission and continues where it was."""

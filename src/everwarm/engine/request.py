@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import time
@@ -13,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from everwarm.config import Sampling, ThinkingBudget, require
+from everwarm.config import ContextShift, Sampling, ThinkingBudget, require
 from everwarm.engine.inspect.read_reason import counted
 from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
 from everwarm.engine.speculation.draft_length import Record
@@ -27,6 +28,7 @@ from everwarm.state.policy import Cut
 from everwarm.state.returns import Continuation
 
 MAX_PROBS = 100
+MIN_SHIFTED = 4  # items behind those that are kept, for a shift to drop some of them
 
 _ids = itertools.count(1)
 
@@ -64,6 +66,7 @@ class Ask:
     max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
     post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
     thinking: ThinkingBudget | None = None  # None: it may think as long as it likes
+    shift: ContextShift | None = None  # None: a full context ends the reply
 
     @property
     def is_background(self) -> bool:
@@ -112,10 +115,22 @@ class Result:
     why: ReadReason | None = None  # None: it never started; in tokens
     n_drafted: int = 0
     n_draft_accepted: int = 0
+    n_shifts: int = 0
 
     @property
     def n_processed(self) -> int:
         return self.n_prompt - self.n_cached
+
+
+class Before(NamedTuple):
+    """What a request was before its context was shifted."""
+
+    n_prompt: int  # items; also of the prompt that was asked
+    n_prompt_tokens: int
+    n_cached: int
+    n_shared: int
+    reply: tuple[int, ...]
+    n_shifts: int
 
 
 @dataclass(slots=True, eq=False)
@@ -148,6 +163,7 @@ class Request:
     n_draft_accepted: int = 0
     draft_record: Record = field(default_factory=Record)
     stop_watch: Callable[[int], bool] | None = None  # whether the text so far, with one more token, holds a stop string
+    before: Before | None = None  # None: its context was never shifted
 
     def __post_init__(self) -> None:
         self._codes = np.empty(self.room, np.int32)
@@ -223,17 +239,52 @@ class Request:
             return Finish.STOP
         return Finish.LENGTH if self.is_full else None
 
+    def shifted(self, n_ctx: int) -> Request | None:
+        """The same request with less behind it, where its context was full: what is left is a prompt that is read like any
+        other, so all that is kept of it is what its items give. None: it may not go on, or nothing can be dropped."""
+        shift, n_more, before = self.ask.shift, self.ask.max_tokens - self.n_reply, self._as_before()
+        if shift is None or n_more <= 0 or self.ask.prompt.media:
+            return None
+        n_keep = min(before.n_prompt if shift.n_keep < 0 else shift.n_keep, n_ctx - MIN_SHIFTED)
+        n_left = self.n_items - n_keep
+        if n_left < MIN_SHIFTED:
+            return None
+        n_discard = min(shift.n_discard or n_left // 2, n_left - 1)
+        codes = np.concatenate([self._codes[:n_keep], self._codes[n_keep + n_discard : self.n_items]])
+        hints = {"boundaries": (), "stables": (), "breakpoints": (), "volatile": (), "joints": ()}
+        prompt = Prompt.of_tokens(codes)
+        ask = dataclasses.replace(
+            self.ask,
+            prompt=prompt,
+            max_tokens=n_more,
+            stable=None,
+            opening=None,
+            **hints,  # type: ignore[arg-type]
+        )
+        room = min(len(codes) + n_more, n_ctx)
+        # it is the same request: only what it holds is another
+        return dataclasses.replace(self, ask=ask, room=room, before=before, n_furthest=0, chunks=(), cuts=())
+
+    def _as_before(self) -> Before:
+        reply = tuple(int(t) for t in self._codes[self.n_prompt : self.n_items])
+        if self.before is None:
+            tokens = (self.n_prompt_tokens, self.n_tokens(self.n_cached), self.n_tokens(self.n_shared))
+            return Before(self.n_prompt, *tokens, reply, 1)
+        return self.before._replace(reply=self.before.reply + reply, n_shifts=self.before.n_shifts + 1)
+
     def result(self, finish: Finish, error: EverwarmError | None = None) -> Result:
         now = self.ended_at or time.monotonic()
         started = self.started_at or now
         restored = self.restored_at or now
         first = self.first_token_at or now
+        reply = tuple(int(t) for t in self._codes[self.n_prompt : self.n_items])
+        before = self.before
         return Result(
-            tokens=tuple(int(t) for t in self._codes[self.n_prompt : self.n_items]),
+            tokens=reply if before is None else before.reply + reply,
             finish=finish,
-            n_prompt=self.n_prompt_tokens,
-            n_cached=self.n_tokens(self.n_cached),
-            n_shared=self.n_tokens(self.n_shared),
+            n_prompt=self.n_prompt_tokens if before is None else before.n_prompt_tokens,
+            n_cached=self.n_tokens(self.n_cached) if before is None else before.n_cached,
+            n_shared=self.n_tokens(self.n_shared) if before is None else before.n_shared,
             checkpoint=self.used,
             queue_s=started - self.submitted_at,
             restore_s=restored - started,
@@ -243,6 +294,7 @@ class Request:
             why=None if self.why is None else replace(counted(self.why, self.n_tokens), restored=self.used),
             n_drafted=self.n_drafted,
             n_draft_accepted=self.n_draft_accepted,
+            n_shifts=0 if before is None else before.n_shifts,
         )
 
 

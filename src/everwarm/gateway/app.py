@@ -36,10 +36,12 @@ from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
+from everwarm.gateway.ollama.derived_models import DerivedModels
 from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
-from everwarm.gateway.responses.response_store import ResponseStore
+from everwarm.gateway.openai.stored_chats import StoredChats
+from everwarm.gateway.response_store import ResponseStore
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
@@ -67,9 +69,8 @@ class Gateway:
 
 
 def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
-    metrics = Metrics()
+    metrics, request_log = Metrics(), RequestLog()
     lag = LoopLag(metrics.lagged)
-    request_log = RequestLog()
     limits = AdmissionLimits(settings, lambda: pool.backlogs())
     bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
     images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)
@@ -86,14 +87,15 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
     routes = [
         *(web_ui_routes(gate) if settings.web_ui else ()),
-        *Status(pool, metrics, lag).routes(),
-        *OpenAI(pool, gate, replies).routes(),
+        *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
+        *OpenAI(pool, gate, replies, chats := StoredChats(gate, store)).routes(),
         *Responses(pool, gate, replies, preparer, store).routes(),
-        *Models(pool, gate, can_pull=settings.allow_pull).routes(),
+        *Models(pool, gate, pulls).routes(),
         *(llama_server := LlamaServer(pool, gate, replies, preparer, settings)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
+        *chats.routes(),
         *AdapterRoutes(pool, gate, scales).routes(),
-        *Ollama(pool, gate, replies, pulls, llama_server.fill_in).routes(),
+        *Ollama(pool, gate, replies, pulls, llama_server.fill_in, DerivedModels(pool, settings.state_dir)).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
         *CachePlanner(pool, gate, preparer, replies, settings.pin_quota).routes(),

@@ -63,6 +63,7 @@ class ServerSettings:
     web_ui: bool = True
     allow_pull: bool = False  # whether admins may download and delete models of the Hub
     shows_slots: bool = True  # GET /slots
+    shows_metrics: bool = True  # GET /metrics
     cors_origins: tuple[str, ...] = ()  # pages that may call this server besides those of this machine; "*": any
 
     def __post_init__(self) -> None:

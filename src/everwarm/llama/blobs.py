@@ -24,6 +24,8 @@ LAYERS = struct.Struct("<IIII")  # values transposed, layers, rotations of keys 
 _ROWS = struct.Struct("<iQ")  # type, bytes of a cell
 _COLUMNS = struct.Struct("<iII")  # type, bytes of an element, elements of a cell
 MAX_LAYERS = 1 << 12
+MAX_STREAMS = 256  # of libllama
+_COUNT = struct.Struct("<I")
 _NO_END = 1 << 31
 
 
@@ -93,6 +95,43 @@ def _room_before(data: Blob) -> Blob | None:
     if not is_after_room or not data.flags.c_contiguous or not whole.flags.c_contiguous:
         return None
     return whole[: HEADER_BYTES + data.nbytes]
+
+
+def in_streams(data: Blob, kind: MemoryKind, n_streams: int, stream: int) -> Blob:
+    """A whole sequence as a context writes it whose KV has so many streams, in which it is this one: where KV is not
+    unified, every slot of llama-server has its own. Data that is no such sequence is returned as it is."""
+    parts, rest, n_caches = [], data, kind.has_attention + kind.has_window
+    if not n_caches or n_streams == 1 == int.from_bytes(data[:4].tobytes(), "little"):
+        return data
+    for _ in range(n_caches):
+        found = _stream(rest)
+        if found is None:
+            return data
+        n_cells, body, rest = found
+        counts = [n_streams, *(n_cells if i == stream else 0 for i in range(n_streams))]
+        head, tail = np.array(counts[: stream + 2], "<u4"), np.array(counts[stream + 2 :], "<u4")
+        parts += [head.view(np.uint8), body, tail.view(np.uint8)]
+    return np.concatenate([*parts, rest])
+
+
+def _stream(data: Blob) -> tuple[int, Blob, Blob] | None:
+    """The cells of one cache, with their numbers, and what follows it. None: more than one stream has some."""
+    at, n_found, body = 4, 0, data[:0]
+    try:
+        (n_streams,) = _COUNT.unpack_from(data.data)
+        for _ in range(min(n_streams, MAX_STREAMS + 1)):
+            (n_cells,) = _COUNT.unpack_from(data.data, at)
+            at += _COUNT.size
+            if n_cells:
+                fits = (words for words in WORDS_PER_CELL if _are_cells(data[at:], n_cells, words, _NO_END))
+                words = next(fits, None)
+                if n_found or words is None:
+                    return None
+                end = _after_numbers(data, at + 4 * words * n_cells, n_cells)
+                at, n_found, body = end, n_cells, data[at:end]
+    except struct.error:
+        return None
+    return (n_found, body, data[at:]) if at <= len(data) and n_streams <= MAX_STREAMS else None
 
 
 def begins_sequence(blob: Blob, kind: MemoryKind, mark: Mark) -> bool:

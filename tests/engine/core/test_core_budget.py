@@ -57,7 +57,8 @@ def test_zero_switches_the_mechanism_off(arch, n_spares):
         again = run(core, text(1, 100))
         assert checkpoints(core) == [] and core.cache.checkpoint_stats.n_created == 0
         assert again.tokens == first.tokens
-        assert (again.n_cached > 0) == (arch == "llama")  # KV alone needs no checkpoints
+        # KV alone needs none, and a window that still reaches back
+        assert (again.n_cached > 0) == (arch in ("llama", "gemma3"))
 
 
 def test_wide_spacing_takes_few_and_dense_spacing_many():

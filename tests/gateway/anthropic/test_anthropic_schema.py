@@ -155,7 +155,6 @@ def test_sources_that_cannot_be_read_are_refused(block, words):
         [user({"type": "thinking", "thinking": "x"})],
         [assistant(result("1", "x")), user(text("q"))],
         [{"role": "system", "content": [use("1")]}, user(text("q"))],
-        [user(text("q")), assistant(text("a"))],
         [{"role": "system", "content": "only"}],
     ],
 )

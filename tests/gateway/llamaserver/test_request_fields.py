@@ -1,5 +1,6 @@
 """What a request may ask of its reply in llama-server's dialect: probabilities, biases, limits of time and of thinking."""
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -136,6 +137,82 @@ def test_progress_has_timings_when_they_are_wanted(server):
     told = [event["timings"] for event in server.post("/completion", body).events if "prompt_progress" in event]
     assert told[0]["prompt_n"] == told[0]["prompt_ms"] == 0 and told[-1]["prompt_n"] > 100
     assert [each["prompt_ms"] for each in told] == sorted(each["prompt_ms"] for each in told)
+
+
+def streamed(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
+    """Events with and without a name."""
+    lines = server.post(path, body).data.split(b"\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/completion", {"prompt": "word " * 20}),
+        ("/v1/completions", {"prompt": "word " * 20}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "word " * 20}]}),
+        ("/v1/responses", {"input": "word " * 20}),
+    ],
+)
+def test_every_chunk_has_timings_when_they_are_wanted(server, path, asked):
+    more = {"max_tokens": 60, "max_output_tokens": 60, "stream": True, "temperature": 0, "ignore_eos": True}
+    plain, timed = (streamed(server, path, asked | more | {"timings_per_token": wanted}) for wanted in (False, True))
+    assert sum("timings" in event for event in plain) <= 1  # only the last has them
+    is_event = path == "/v1/responses"
+    texts = [event for event in timed if event.get("type", "").endswith("delta") or not is_event]
+    if path == "/v1/chat/completions":
+        assert texts.pop(0)["choices"][0]["delta"]["role"] and "timings" not in timed[0]
+    assert len(texts) > 2 and all("timings" in event for event in texts)
+    told = [event["timings"] for event in timed if "timings" in event]
+    assert [each["predicted_n"] for each in told] == sorted(each["predicted_n"] for each in told)
+    assert told[-1]["predicted_n"] == 60 and all(each["prompt_n"] + each["cache_n"] >= 20 for each in told)
+
+
+def test_a_full_context_is_shifted_only_where_the_server_allows_it():
+    body = {
+        "prompt": "word " * 100,
+        "n_predict": 250,
+        "ignore_eos": True,
+        "temperature": 0,
+        "n_keep": 3,
+        "n_discard": 40,
+    }
+    with serving("--context-shift", "--keep", "5", n_ctx=256) as server:
+        answer = server.ask("/completion", body)
+        assert answer["tokens_predicted"] == 250 and answer["truncated"] and answer["stop_type"] == "limit"
+        assert (answer["generation_settings"]["n_keep"], answer["generation_settings"]["n_discard"]) == (3, 40)
+        assert answer["tokens_evaluated"] == answer["timings"]["prompt_n"] + answer["timings"]["cache_n"]
+        assert server.ask("/v1/completions", body)["usage"]["completion_tokens"] == 250
+    with serving(n_ctx=256) as server:
+        answer = server.ask("/completion", body)
+        assert answer["tokens_predicted"] + answer["tokens_evaluated"] == 256 and answer["truncated"]
+
+
+def test_timings_of_completions_are_numbers_and_the_words_stand_beside_them(server):
+    answer = complete(server, prompt="numbers only", n_predict=3)
+    assert all(isinstance(value, int | float) and value >= 0 for value in answer["timings"].values())
+    assert answer["kept"] in ("ram", "disk", "none") and answer["cache"]["reason"]
+    chat = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+    assert chat["timings"]["cache"]["reason"] and chat["timings"]["kept"]
+
+
+def test_responses_tell_how_far_the_prompt_is_read_when_that_is_wanted(server):
+    body = {"input": "another word " * 200, "max_output_tokens": 2, "stream": True}
+    for wants in (True, False):
+        asked = body | {"return_progress": wants, "input": f"{wants} {body['input']}"}
+        events = streamed(server, "/v1/responses", asked)
+        told = [event for event in events if "prompt_progress" in event]
+        assert bool(told) == wants and {event["type"] for event in told} <= {"response.in_progress"}
+        numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
+        assert numbers == list(range(len(numbers)))
+
+
+def test_speeds_are_those_since_the_last_scrape(server):
+    complete(server, prompt="speed", n_predict=8)
+    first, second = (server.get("/metrics").data.decode() for _ in range(2))
+    assert metric(first, "llamacpp:predicted_tokens_seconds") > 0
+    assert metric(second, "llamacpp:predicted_tokens_seconds") == 0
+    assert metric(second, "llamacpp:tokens_predicted_total") > 0
 
 
 def test_metrics_have_llama_servers_names(server):

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from everwarm.errors import Forbidden
 from everwarm.gateway.access.auth import Principal, Role, own_namespace
 from everwarm.gateway.llamaserver import routes
 from everwarm.gateway.settings import ServerSettings
+from everwarm.llama.blobs import in_streams
+from everwarm.llama.model import MemoryKind
 from everwarm.state.store.slot_file import read_main, split_appendix
 from support.models import tiny_model
 from support.server import Server, serving, until, words
@@ -165,6 +168,52 @@ def test_slot_files_travel_both_ways(server, directory, tmp_path):
         assert answer["timings"]["cache_n"] == len(PROMPT) and answer["tokens"] == their_golden
     states = [split_appendix(read_main(directory / name, 4096)[1])[0] for name in ("ours.bin", "theirs.bin")]
     assert states[0].tobytes() == states[1].tobytes(), "the same build reads the same prompt alike"
+
+
+KINDS = {"qwen35": MemoryKind.HYBRID, "gemma3": MemoryKind.WINDOW, "llama": MemoryKind.ATTENTION}
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_slot_files_travel_between_servers_whose_slots_have_shares(arch, tmp_path):
+    """llama-server without unified KV writes a stream for each slot, and reads no other file; so do we with its flags. The
+    numbers are the same, bit for bit."""
+    model = EMBEDDED_MODEL if arch == "qwen35" else tiny_model(arch)
+    prompt = [30 + (7 * i) % 200 for i in range(300)]
+    more = [*prompt, 9, 8, 7]
+    options = PeerOptions(model, 4096, 2, 1, slot_save_path=f"{tmp_path}/")
+    flags = ("--slot-save-path", str(tmp_path), "--trust-slot-files", "--slots", "2")
+
+    def state(name: str, n_streams: int = 1, stream: int = 0) -> bytes:
+        data = split_appendix(read_main(tmp_path / name, 4096)[1])[0]
+        return in_streams(data, KINDS[arch], n_streams, stream).tobytes()
+
+    with llama_server(options) as peer:
+        peer.complete(prompt, 1, ignore_eos=True, id_slot=1)
+        peer.post("/slots/1?action=save", {"filename": "unified.bin"})
+    with llama_server(replace(options, kv_unified=False)) as peer:
+        peer.complete(prompt, 1, ignore_eos=True, id_slot=1)
+        theirs = peer.post("/slots/1?action=save", {"filename": "theirs.bin"})
+        assert state("theirs.bin") == state("unified.bin") and state("theirs.bin", 2, 1) != state("unified.bin")
+        assert state("unified.bin", 2, 1) == split_appendix(read_main(tmp_path / "theirs.bin", 4096)[1])[0].tobytes()
+        with serving(*flags, "--no-kv-unified", model=model) as server:
+            assert act(server, "restore", filename="theirs.bin")["n_restored"] == theirs["n_saved"] == 300
+            assert complete(server, more, 1, id_slot=0)["timings"]["cache_n"] == 300
+            complete(server, prompt, 1, id_slot=1, cache_prompt=False)
+            ours = act(server, "save", 1, filename="ours.bin")
+            act(server, "erase", 1)
+            assert act(server, "restore", 0, filename="ours.bin")["n_restored"] == ours["n_saved"]
+        for slot in (0, 1):
+            peer.post(f"/slots/{slot}?action=erase", {})
+            assert peer.post(f"/slots/{slot}?action=restore", {"filename": "ours.bin"})["n_restored"] == ours["n_saved"]
+            n_cached = peer.complete(more, 1, id_slot=slot)["timings"]["cache_n"]
+            assert n_cached >= 299 or arch == "gemma3"  # it wants a checkpoint of a window
+        with serving(*flags, model=model) as server:
+            complete(server, prompt, 1, id_slot=1)
+            act(server, "save", 1, filename="one.bin")
+            assert state("ours.bin") == state("one.bin")
+            assert act(server, "restore", 0, filename="ours.bin")["n_restored"] == ours["n_saved"]
+        with pytest.raises(RuntimeError, match="answered 400"):  # the control: one stream is what it does not take
+            peer.post("/slots/0?action=restore", {"filename": "one.bin"})
 
 
 def test_words_of_a_chat_survive_too(server):

@@ -76,6 +76,17 @@ class RequestOptions:
     n_predict: Annotated[
         int, Parameter(name=["--n-predict", "-n"], group=DEFAULTS, help="tokens of a reply at most; -1: any number")
     ] = -1
+    context_shift: Annotated[
+        bool,
+        Parameter(
+            group=DEFAULTS,
+            help="a reply that fills its context drops half of it and goes on; what is left is read again",
+        ),
+    ] = False
+    keep: Annotated[
+        int,
+        Parameter(group=DEFAULTS, help="tokens that such a reply keeps from its beginning; -1: its whole prompt"),
+    ] = 0
     ignore_eos: Annotated[bool, Parameter(group=DEFAULTS, negative=(), help="let no token end a reply")] = False
     reverse_prompt: Annotated[
         tuple[str, ...],
@@ -123,10 +134,13 @@ class RequestOptions:
         budget = self.reasoning_budget
         require(-1 <= budget <= 1 << 26, f"reasoning-budget is {budget}; give -1 (any number) or more")
         require(-2 <= self.n_predict <= 1 << 26, f"n-predict is {self.n_predict}; give -1 (any number) or more")
+        require(-1 <= self.keep <= 1 << 26, f"keep is {self.keep}; give -1 (the whole prompt) or more")
         return RequestDefaults(
             sampling=self._sampling(),
             max_tokens=None if self.n_predict < 0 else self.n_predict,
             stop=self._texts(self.reverse_prompt),
+            context_shift=self.context_shift,
+            n_keep=self.keep,
             ignore_eos=self.ignore_eos,
             cache_prompt=self.cache_prompt,
             grammar=_given(self.grammar, self.grammar_file, "grammar"),

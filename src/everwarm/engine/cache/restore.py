@@ -1,7 +1,8 @@
 """Restores a slot to the deepest kept point of a prompt, cheapest way first.
 
-In place (the KV stays, the state comes from RAM), unparked (no copy), or KV and state reloaded. An entry that libllama
-refuses is quarantined and the next best is tried, down to an empty slot: a bad cache entry never fails a request.
+In place (the KV stays, the state comes from RAM, or a window is cut back), unparked (no copy), or KV and state reloaded. An
+entry that libllama refuses is quarantined and the next best is tried, down to an empty slot: a bad cache entry never fails
+a request.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.process.messages import CheckpointUse
 from everwarm.engine.slots import Residents, Slot
 from everwarm.engine.tiers.ram import Ram
-from everwarm.errors import ContextFull, KvMissing, MemoryFault
+from everwarm.errors import ContextFull, KvMissing, MemoryFault, StateRejected, TrimRefused
 from everwarm.llama.context import Context
+from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Chunks, history_over, n_items_of
+from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.tree import Match, Node, Segment, Tree
 from everwarm.types import SeqId
 
@@ -133,6 +136,9 @@ class Restorer:
             deepest = match.path[-1] if match.path else self._tree.root(goal.namespace)
             with self._tree.pinned(deepest):
                 return self._bring_attention(slot, goal, match, sources)
+        cut = self._cut_window(slot, goal, match, sources)
+        if cut is not None:
+            return cut
         n_before = self._stats.n_quarantined
         for node in match.usable:
             restored = self._try(slot, goal, node, match, sources)
@@ -267,6 +273,32 @@ class Restorer:
         self._stand(slot, goal, match.path, n, history if is_known and history else ())
         how = f"from {goal.tier}" if n and n == goal.n_brought else how
         return Restored(n, CheckpointUse(n, "end", how) if n else None)
+
+    def _cut_window(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored | None:
+        """Cuts the slot back to what it shares with the prompt, while its sliding window still reaches back that far, and
+        keeps a checkpoint there. What was cut is not clean, so a clean checkpoint a few items before is better."""
+        if self._context.kind is not MemoryKind.WINDOW or goal.clean_only:
+            return None
+        n = min(_common(slot, sources), len(goal.prompt) - 1)
+        best = next((node for node in match.usable if _leaves_work(node, goal.prompt)), None)
+        n_kept = 0 if best is None else best.n_items
+        is_clean = best is not None and best.checkpoint is not None and best.checkpoint.clean
+        if n - n_kept <= (GUARD if is_clean else 0):
+            return None
+        self._writer.save_kv(slot.seq, slot.node, beyond=n)
+        try:
+            self._context.trim(slot.seq, goal.prompt.mark(n))
+        except TrimRefused:
+            return None
+        self._stand(slot, goal, match.path, n, ())
+        spacing = self._checkpointer.spacing
+        if n >= spacing.min_tokens and n - n_kept >= max(1, spacing.min_gap):
+            try:
+                self._checkpointer.take(slot, CutKind.BRANCH)
+            except StateRejected:
+                self._give_up(slot)
+                return None
+        return Restored(n, CheckpointUse(n, "end", "in place"))
 
     @staticmethod
     def _clean_kv(match: Match) -> int:

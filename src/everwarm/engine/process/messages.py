@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from everwarm.config import Constraint, Sampling, ThinkingBudget
+from everwarm.config import Constraint, ContextShift, Sampling, ThinkingBudget
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 
@@ -123,6 +123,7 @@ class Submit(Message, frozen=True, tag=True):
     post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
     max_write_s: float | None = None  # from the first token on; the reply ends later, with its first new line
     thinking: ThinkingBudget | None = None
+    shift: ContextShift | None = None  # None: a full context ends the reply
 
 
 class Prewarm(Message, frozen=True, tag=True):
@@ -542,6 +543,7 @@ class Done(Message, frozen=True, tag=True):
     notes: PromptNotes = PromptNotes()
     n_drafted: int = 0
     n_draft_accepted: int = 0
+    n_shifts: int = 0  # times that its context was full, and what it began with was dropped
 
 
 class Failed(Message, frozen=True, tag=True):

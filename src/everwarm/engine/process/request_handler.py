@@ -247,6 +247,7 @@ class RequestHandler:
             max_draft=message.max_draft,
             post_sampling=message.post_sampling,
             thinking=message.thinking,
+            shift=message.shift,
         )
 
     def _with_text_bias(self, message: m.Submit) -> Sampling:
@@ -409,6 +410,7 @@ class RequestHandler:
             why=why,
             n_drafted=result.n_drafted,
             n_draft_accepted=result.n_draft_accepted,
+            n_shifts=result.n_shifts,
         )
 
 

@@ -25,7 +25,7 @@ from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault
-from everwarm.llama.blobs import HEADER_BYTES
+from everwarm.llama.blobs import HEADER_BYTES, in_streams
 from everwarm.llama.model import MemoryKind
 from everwarm.llama.mtp.tail import trunk
 from everwarm.prompt.prompt import Codes, Prompt
@@ -116,6 +116,8 @@ def capture(core: Core, slot: Slot, namespace: str) -> Saved:
             point = SlotPoint(node.n_items, checkpoint.kind.value, checkpoint.clean, checkpoint.chunks, *names)
             points.append(SavedPoint(point, checkpoint.state, logits))
     state = core.context.capture_sequence(slot.seq, core.cache.ram.arena.lend)
+    if not core.settings.kv_unified:  # llama-server with the same flags has a stream for each slot
+        state = in_streams(state, core.context.kind, len(core.slots), slot.seq)
     return Saved(slot.items.first(slot.n_fed), state, tuple(points), _for_llama_server(core, slot, points))
 
 
@@ -285,12 +287,25 @@ def _blaming_companion(name: str) -> Iterator[None]:
 
 def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
     """Replaces the slot's content by the conversation; returns how many tokens a next request can reuse."""
+    if saved.prompt.media and core.images is None:
+        raise BadRequest(
+            "Cannot restore media tokens without an mmproj: start the server with --mmproj, as it was saved"
+        )
     if saved.unverified:
         namespace = unverified(namespace, saved.unverified)
         core.intake.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
-    n = _put_sequence(core, slot, saved.prompt, saved.state, namespace)
-    _put_points(core, slot, saved.points)
+    kind = core.context.kind
+    n = _put_sequence(core, slot, saved.prompt, in_streams(saved.state, kind, 1, 0), namespace)
+    points = saved.points
+    if saved.unverified and kind is MemoryKind.WINDOW:
+        points = tuple(point._replace(state=_of_one_stream(point.state)) for point in points)
+    _put_points(core, slot, points)
     return n
+
+
+def _of_one_stream(state: Blob) -> Blob:
+    """A window's checkpoint that llama-server wrote, which has a header and one cache."""
+    return np.concatenate([state[:HEADER_BYTES], in_streams(state[HEADER_BYTES:], MemoryKind.ATTENTION, 1, 0)])
 
 
 def _put_sequence(core: Core, slot: Slot, prompt: Prompt, state: Blob, namespace: str) -> int:

@@ -52,6 +52,11 @@ _USER = (
     "GET /metrics",  # numbers of the whole server, no text
     "POST /v1/chat/completions",
     "POST /chat/completions",
+    "GET /v1/chat/completions",  # those of its namespace that were stored
+    "GET /v1/chat/completions/{id}",
+    "POST /v1/chat/completions/{id}",
+    "DELETE /v1/chat/completions/{id}",
+    "GET /v1/chat/completions/{id}/messages",
     "POST /v1/completions",
     "POST /v1/responses",
     "POST /v1/responses/input_tokens",
@@ -60,6 +65,7 @@ _USER = (
     "GET /v1/responses/{id}",
     "DELETE /v1/responses/{id}",
     "GET /v1/responses/{id}/input_items",
+    "POST /v1/responses/{id}/cancel",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "GET /v1/models",
@@ -119,6 +125,7 @@ _ADMIN = (
     "POST /api/blobs/{digest}",
     "HEAD /api/blobs/{digest}",
     "DELETE /api/delete",
+    "DELETE /v1/models/{id:path}",
 )
 ROLES = {route: role for role, routes in enumerate((_PUBLIC, _USER, _ADMIN)) for route in routes}
 OPEN_PATHS = frozenset(route.removeprefix("GET ") for route in _PUBLIC if "{" not in route)

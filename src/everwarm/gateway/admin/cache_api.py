@@ -25,7 +25,7 @@ from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import EventStream, json_response, sse_named
-from everwarm.gateway.responses.response_store import ResponseStore
+from everwarm.gateway.response_store import ResponseStore
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.reply_store import ReplyStore

@@ -188,13 +188,15 @@ class Metrics:
     def lagged(self, late_s: float) -> None:
         self._lag.observe(late_s)
 
-    def speeds(self) -> dict[str, tuple[str, float]]:
-        """llama-server's averages, over everything since the start."""
+    def take_speeds(self) -> dict[str, tuple[str, float]]:
+        """llama-server's averages, over what ended since they were last taken."""
         read = self._n_read / self._read_s if self._read_s else 0.0
         written = self._n_written / self._write_s if self._write_s else 0.0
+        self._n_read = self._n_written = 0
+        self._read_s = self._write_s = 0.0
         return {
-            "llamacpp:prompt_tokens_seconds": ("Prompt tokens per second, on average", read),
-            "llamacpp:predicted_tokens_seconds": ("Reply tokens per second, on average", written),
+            "llamacpp:prompt_tokens_seconds": ("Prompt tokens per second since the last scrape", read),
+            "llamacpp:predicted_tokens_seconds": ("Reply tokens per second since the last scrape", written),
         }
 
     def render(
@@ -205,7 +207,7 @@ class Metrics:
     ) -> bytes:
         """The gateway's counters, the engine's, and the given gauges and counters."""
         moment = CollectorRegistry()
-        moment.register(_Sample(engine, {**self.speeds(), **gauges}, counters))
+        moment.register(_Sample(engine, {**self.take_speeds(), **gauges}, counters))
         return generate_latest(self.registry) + generate_latest(moment) + self._longest()
 
     def _longest(self) -> bytes:

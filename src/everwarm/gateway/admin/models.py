@@ -11,6 +11,7 @@ from starlette.routing import Route
 from everwarm.errors import NotFound
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
+from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.openai.schema import ModelBody
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.plan import Phase
@@ -27,15 +28,16 @@ _SHOWN = {  # llama-server's words
 
 
 class Models:
-    def __init__(self, pool: Pool, gate: RequestGate, *, can_pull: bool) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, pulls: Pulls) -> None:
         self._pool = pool
-        self._can_pull = can_pull
+        self._pulls = pulls
         self._gate = gate
 
     def routes(self) -> builtins.list[Route]:
         return [
             Route("/v1/models", self.list, methods=["GET"]),
             Route("/v1/models/{id:path}", self.show, methods=["GET"]),
+            Route("/v1/models/{id:path}", self.delete, methods=["DELETE"]),
             Route("/models", self.list, methods=["GET"]),
             Route("/models/load", self.load, methods=["POST"]),
             Route("/models/unload", self.unload, methods=["POST"]),
@@ -51,7 +53,7 @@ class Models:
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
         answer = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
         answer["models"] = [_capable(standing) for standing in self._pool.standings()]
-        if self._can_pull:  # the page then offers it
+        if self._pulls.allowed:  # the page then offers it
             answer["can_pull"] = principal_of(request).is_admin
         return json_response(answer)
 
@@ -64,6 +66,13 @@ class Models:
             names = ", ".join(str(model["id"]) for model in models) or "none"
             raise NotFound(f"there is no model {id[:100]!r}; there are: {names}", "model_not_found")
         return json_response(found)
+
+    async def delete(self, request: Request) -> Response:
+        """Deletes the files of a model of the Hub."""
+        id = request.path_params["id"]
+        self._pulls.require_allowed()
+        await self._pulls.delete(id)
+        return json_response({"id": id, "object": "model", "deleted": True})
 
     def _models(self) -> builtins.list[Json]:
         models = [_model(standing) for standing in self._pool.standings()]
@@ -108,7 +117,8 @@ def _model(standing: Standing) -> Json:
         shown |= {"failed": True, "reason": status.reason}
         if standing.retry_in_s is not None:
             shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
-    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "status": shown}
+    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "tags": standing.spec.tags}
+    model["status"] = shown
     if info is not None:
         n_usable = min(info.n_ctx, info.n_ctx_train or info.n_ctx)  # beyond what it was trained on a model is lost
         model |= {"max_input_tokens": n_usable, "max_tokens": n_usable}

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import EngineStopped
+from everwarm.errors import EngineStopped, NotSupported
 from everwarm.gateway.admin.metrics import CONTENT_TYPE, Metrics
 from everwarm.gateway.http.loop_lag import LoopLag
 from everwarm.gateway.http.sse import json_response
@@ -37,9 +37,10 @@ _DRAFTS = {
 
 
 class Status:
-    def __init__(self, pool: Pool, metrics: Metrics, lag: LoopLag) -> None:
+    def __init__(self, pool: Pool, metrics: Metrics, lag: LoopLag, *, shows_metrics: bool = True) -> None:
         self._pool = pool
         self._metrics = metrics
+        self._shows_metrics = shows_metrics
         self._started_at = time.time()
         self._lag = lag
 
@@ -70,6 +71,8 @@ class Status:
 
     async def metrics(self, request: Request) -> Response:
         """The gateway's metrics, and the engine's metrics of one model: the only one, or the named one."""
+        if not self._shows_metrics:
+            raise NotSupported("this server does not show its metrics; start it without --no-metrics")
         pool, name = self._pool, request.query_params.get("model")
         standings, lag = pool.standings(), self._lag.take_most()
         gauges = {

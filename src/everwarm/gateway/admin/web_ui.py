@@ -1,6 +1,7 @@
 """The web page at ``/``, its files under ``/page/``, and ``/render``, which turns Markdown into elements for it.
 
-Clients that do not accept HTML get JSON from ``/``.
+Clients that ask for JSON, or for nothing in particular, get JSON from ``/``; those that take anything get the page, as from
+llama-server.
 
 The files hold no data and may be read without a key; the page uses the API like every other client. They are read once,
 when the server starts, so no path of a request ever reaches the disk.
@@ -68,7 +69,8 @@ def web_ui_routes(gate: RequestGate) -> list[Route]:
     one_at_a_time = asyncio.Semaphore(1)
 
     async def index(request: Request) -> Response:
-        if "text/html" in request.headers.get("accept", ""):
+        accepted = request.headers.get("accept", "")
+        if "text/html" in accepted or ("*/*" in accepted and "json" not in accepted):
             return _answer(request, files[INDEX], {"vary": "accept"})
         about = {"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"}
         return json_response(about, headers={"vary": "accept"})

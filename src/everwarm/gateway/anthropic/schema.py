@@ -277,8 +277,8 @@ def chat_messages(body: CountBody) -> list[Json]:
                 _user(chat, turn)
             case "system":
                 _remind(chat, [TextBlock(text=_wrapped(block.text)) for block in _text_only(turn)])
-    if not chat or chat[-1].role in ("system", "assistant"):
-        raise BadRequest("the conversation must end with a user message; prefilling the reply is not supported")
+    if not chat or chat[-1].role == "system":
+        raise BadRequest("the conversation has no message of the user; send one")
     return [each.message() for each in chat]
 
 

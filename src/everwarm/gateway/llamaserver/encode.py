@@ -15,9 +15,10 @@ from everwarm.config import Sampling
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.llamaserver.infill import InfillBody
-from everwarm.gateway.openai.encode import logprobs, progress, timings
+from everwarm.gateway.openai.encode import figures, logprobs, progress, words
 from everwarm.gateway.openai.schema import DEFAULT_SAMPLING, Body, CompletionBody
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.live_timings import LiveTimings
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
@@ -68,8 +69,8 @@ def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, 
         **sampling,
         "n_predict": n_predict,
         "max_tokens": n_predict,
-        "n_keep": 0,
-        "n_discard": 0,
+        "n_keep": body.n_keep or 0,
+        "n_discard": body.n_discard or 0,
         "n_probs": n_probs or 0,
         "post_sampling_probs": bool(body.post_sampling_probs),
         "backend_sampling": False,
@@ -90,15 +91,16 @@ _RANDOM_SEED = (1 << 32) - 1
 
 
 class LlamaEncoder(Dialect):
-    def __init__(self, about: CompletionAbout) -> None:
+    def __init__(self, about: CompletionAbout, live: LiveTimings = LiveTimings()) -> None:  # noqa: B008 - see there
         self._about = about
         self._has_new_line = False
         self._slot = 0
         self._n_prompt = 0
         self._n_reply = 0
-        self._began_s: float | None = None
+        self._live = live
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
+        now = self._live.after(event)
         match event.message:
             case m.Begun() as begun:
                 self._n_prompt = begun.n_prompt
@@ -107,8 +109,6 @@ class LlamaEncoder(Dialect):
             case m.PromptRead() as read_so_far:
                 chunk: Json = {"index": 0, "content": "", "stop": False, "id_slot": self._slot}
                 chunk["prompt_progress"] = progress(read_so_far)
-                if self._about.body.timings_per_token:
-                    chunk["timings"] = self._reading(read_so_far)
             case m.TextPiece() as piece:
                 self._n_reply += len(piece.tokens)
                 self._has_new_line |= "\n" in piece.text
@@ -120,23 +120,7 @@ class LlamaEncoder(Dialect):
                 has_new_line = self._has_new_line or "\n" in done.text
                 whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
                 chunk = self._about.shown(whole)
-        return [sse(chunk)]
-
-    def _reading(self, read: m.PromptRead) -> Json:
-        """The timings of a prompt that is being read; the first report is of its beginning."""
-        self._began_s = read.seconds if self._began_s is None else self._began_s
-        n_read, read_ms = read.n_read - read.n_cached, 1e3 * (read.seconds - self._began_s)
-        return {
-            "cache_n": read.n_cached,
-            "prompt_n": n_read,
-            "prompt_ms": read_ms,
-            "prompt_per_token_ms": read_ms / n_read if n_read else 0.0,
-            "prompt_per_second": 1e3 * n_read / read_ms if read_ms else 0.0,
-            "predicted_n": 0,
-            "predicted_ms": 0.0,
-            "predicted_per_token_ms": 0.0,
-            "predicted_per_second": 0.0,
-        }
+        return [sse({**chunk, **now})]
 
 
 def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Json:
@@ -180,10 +164,11 @@ def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
         "generation_settings": about.settings(),
         **({"prompt": about.prompt} if about.prompt is not None else {}),
         "has_new_line": has_new_line,
-        "truncated": was_cut,  # by the end of the context
+        "truncated": was_cut or done.n_shifts > 0,  # by the end of the context
         "stop_type": stop_type if done.stop_text is None else "word",
         "stopping_word": done.stop_text or "",
-        "timings": timings(done),
+        "timings": figures(done),  # all are numbers, as there
+        **words(done),
     }
 
 

@@ -43,6 +43,7 @@ from everwarm.gateway.openai.schema import (
     read,
 )
 from everwarm.gateway.serving.generate import Choice
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
@@ -100,7 +101,7 @@ class LlamaServer:
             if len(prompts) > 1 or (body.n or 1) > 1:
                 raise BadRequest("only one reply can be streamed: send several prompts as several requests")
             source = partial(self._with_prompt, request, body, prompts[0])
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one))
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one, live_timings(body)))
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._all_completed(request, body, prompts))
         abouts = [replace(one, prompt=prompt if isinstance(prompt, str) else None) for prompt in prompts]
@@ -127,7 +128,7 @@ class LlamaServer:
         about = self._about(body)
         source = partial(self._filled, request, body)
         if body.stream:
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about))
+            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about, live_timings(body)))
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._collected(request, source))
         return json_response(completion(about, found[0]))
@@ -232,7 +233,10 @@ class LlamaServer:
         name = request.query_params.get("model")
         if name is None and self._pool.catalog.find(None) is None:
             models = [standing.spec.id for standing in self._pool.standings()]
-            return json_response({"role": "router", "models": models, "modalities": _TEXT_ONLY})
+            shown: Json = {"role": "router", "max_instances": self._pool.limits.models_max, "models": models}
+            shown |= {"models_autoload": self._pool.autoload, "model_alias": "everwarm", "model_path": "none"}
+            shown["default_generation_settings"] = {"params": self._default_params(), "n_ctx": 0}
+            return json_response({**shown, "modalities": _TEXT_ONLY, "build_info": f"everwarm-{__version__}"})
         served = self._pool.look(name)
         if not served.supervisor.is_running:
             return json_response(_asleep(served, self._default_params(), self._endpoints))
@@ -245,7 +249,11 @@ class LlamaServer:
 
     @property
     def _endpoints(self) -> Json:
-        return {"endpoint_slots": self._settings.shows_slots, "endpoint_props": True, "endpoint_metrics": True}
+        return {
+            "endpoint_slots": self._settings.shows_slots,
+            "endpoint_props": True,
+            "endpoint_metrics": self._settings.shows_metrics,
+        }
 
     async def _props(self, served: Served, *, shows_path: bool) -> Response:
         info = await served.supervisor.wait_ready()

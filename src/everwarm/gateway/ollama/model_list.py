@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from everwarm.errors import ModelFileError
+from everwarm.gateway.ollama.derived_models import DerivedModel
 from everwarm.gateway.parsing.reasoning import detect_reasoning
 from everwarm.gateway.parsing.tool_parser import detect_tools
 from everwarm.router.catalog.catalog import ModelSpec
@@ -32,6 +33,17 @@ _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
 
 def listed(standings: Sequence[Standing]) -> list[Json]:
     return [_entry(standing.spec, _file(standing.spec)) for standing in standings]
+
+
+def derived(models: Sequence[Json], names: Mapping[str, DerivedModel]) -> list[Json]:
+    """The entries of models that are made of others."""
+    known = {model["name"]: model for model in models}
+    found = ((tagged(name), one, known.get(tagged(one.base))) for name, one in names.items())
+    return [
+        {**entry, "name": name, "model": name, "details": {**entry["details"], "parent_model": one.base}}
+        for name, one, entry in found
+        if entry is not None
+    ]
 
 
 def _file(spec: ModelSpec) -> ModelFile | None:

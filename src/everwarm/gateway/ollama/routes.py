@@ -15,6 +15,7 @@ from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import EventStream, json_response, unless_gone
 from everwarm.gateway.ollama import model_list
+from everwarm.gateway.ollama.derived_models import CopyBody, CreateBody, DerivedModels
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
 from everwarm.gateway.ollama.pull import SUCCESS, Pulls
 from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate, PullBody
@@ -31,8 +32,11 @@ FillIn = Callable[[Request, CompletionBody, str], Awaitable[CompletionBody]]  # 
 
 
 class Ollama:
-    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, pulls: Pulls, fill_in: FillIn) -> None:
+    def __init__(
+        self, pool: Pool, gate: RequestGate, replies: Replies, pulls: Pulls, fill_in: FillIn, derived: DerivedModels
+    ) -> None:
         self._pool = pool
+        self._derived = derived
         self._pulls = pulls
         self._gate = gate
         self._replies = replies
@@ -40,7 +44,7 @@ class Ollama:
 
     def routes(self) -> list[Route]:
         refused = {
-            "POST": ("push", "create", "copy", "blobs/{digest}"),
+            "POST": ("push", "blobs/{digest}"),
             "HEAD": ("blobs/{digest}",),
         }
         return [
@@ -52,6 +56,8 @@ class Ollama:
             Route("/api/version", self.version, methods=["GET"]),
             Route("/api/pull", self.pull, methods=["POST"]),
             Route("/api/delete", self.delete, methods=["DELETE"]),
+            Route("/api/create", self.create, methods=["POST"]),
+            Route("/api/copy", self.copy, methods=["POST"]),
             *(
                 Route(f"/api/{name}", self.refuse, methods=[method])
                 for method, names in refused.items()
@@ -69,7 +75,8 @@ class Ollama:
         return json_response({"version": DIALECT, "everwarm": __version__})
 
     async def tags(self, _request: Request) -> Response:
-        return json_response({"models": await asyncio.to_thread(model_list.listed, self._pool.standings())})
+        models = await asyncio.to_thread(model_list.listed, self._pool.standings())
+        return json_response({"models": [*models, *model_list.derived(models, self._derived.names())]})
 
     async def ps(self, _request: Request) -> Response:
         loaded = [s for s in self._pool.standings() if s.status.phase in model_list.IN_MEMORY]
@@ -80,10 +87,12 @@ class Ollama:
     async def show(self, request: Request) -> Response:
         body, _ = await self._gate.read(request, NamedBody)
         name = _name_of(body)
-        served = self._pool.find(name)
+        derived = self._derived.find(name)
+        served = self._pool.find(name if derived is None else derived.base)
         info = served.supervisor.info
         sees = served.spec.mmproj is not None if info is None else info.sees
-        return json_response(await asyncio.to_thread(model_list.details, served.spec, sees))
+        details = await asyncio.to_thread(model_list.details, served.spec, sees)
+        return json_response(details if derived is None else derived.shown(details))
 
     async def pull(self, request: Request) -> Response:
         self._pulls.require_allowed()
@@ -107,9 +116,20 @@ class Ollama:
         return json_response(SUCCESS)
 
     async def delete(self, request: Request) -> Response:
-        self._pulls.require_allowed()
         body, _ = await self._gate.read(request, NamedBody)
-        await self._pulls.delete(_name_of(body))
+        if not await asyncio.to_thread(self._derived.delete, _name_of(body)):
+            self._pulls.require_allowed()
+            await self._pulls.delete(_name_of(body))
+        return Response(status_code=200)
+
+    async def create(self, request: Request) -> Response:
+        body, _ = await self._gate.read(request, CreateBody)
+        await asyncio.to_thread(self._derived.create, body, _name_of(body))
+        return Response(line(SUCCESS), media_type=MEDIA_TYPE) if body.stream else json_response(SUCCESS)
+
+    async def copy(self, request: Request) -> Response:
+        body, _ = await self._gate.read(request, CopyBody)
+        await asyncio.to_thread(self._derived.copy, body)
         return Response(status_code=200)
 
     async def refuse(self, request: Request) -> Response:
@@ -121,8 +141,10 @@ class Ollama:
         unloads = body.unloads and principal_of(request).is_admin
         if body.unloads and body.only_loads and not unloads:
             raise admin_only("unloading a model (keep_alive 0)")  # in a chat it is ignored: the model stays
+        encoder = OllamaEncoder(body.model or self._pool.find(None).id, reply_fields)
+        derived = self._derived.find(body.model)
+        body = body if derived is None else derived.applied(body)
         model = body.model or self._pool.find(None).id
-        encoder = OllamaEncoder(model, reply_fields)
 
         async def generation_body() -> GenerationBody:
             if isinstance(body, OllamaGenerate) and body.suffix:

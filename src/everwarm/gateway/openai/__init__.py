@@ -2,5 +2,5 @@
 
 ``schema`` has ``ChatBody`` and ``CompletionBody``, with the extensions of llama-server and our own: typed, bounded,
 unknown fields ignored. ``routes`` answers both, streamed or whole. ``encode`` writes choices, chunks, usage and
-timings, and why tokens were read.
+timings, and why tokens were read. ``stored_chats`` lists, changes and deletes completions that were stored.
 """

@@ -30,6 +30,8 @@ class RequestDefaults:
     reasoning_budget: int | None = None  # tokens of thinking
     reasoning_budget_message: str | None = None
     verbose: bool = False  # answers to chats show the prompt that was made of them
+    context_shift: bool = False  # replies go on where their context is full, with less behind them
+    n_keep: int = 0  # tokens that such a reply keeps from its beginning; -1: its whole prompt
     spm_infill: bool = False  # /infill: the text after the cursor comes first
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -50,6 +52,10 @@ class RequestDefaults:
             changes["ignore_eos"] = True
         if not self.cache_prompt and body.cache_prompt is None:
             changes["cache_prompt"] = False
+        if not self.context_shift:
+            changes |= {} if body.n_keep is None else {"n_keep": None}
+        elif body.n_keep is None:
+            changes["n_keep"] = self.n_keep
         if not body.has_form:
             changes |= {} if self.grammar is None else {"grammar": self.grammar}
             changes |= {} if self.json_schema is None else {"json_schema": dict(self.json_schema)}

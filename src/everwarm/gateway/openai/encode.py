@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
+from everwarm.gateway.serving.live_timings import LiveTimings
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
@@ -36,6 +37,15 @@ def usage(choices: Sequence[m.Done], n: int = 1) -> Json:
 
 
 def timings(done: m.Done) -> Json:
+    """llama-server's accounting, and in words what was kept and why the prompt was read."""
+    return {**figures(done), **words(done)}
+
+
+def words(done: m.Done) -> Json:
+    return {"kept": done.kept, "cache": cache(done)}
+
+
+def figures(done: m.Done) -> Json:
     """llama-server's accounting; ``cache_n + prompt_n`` is always the whole prompt."""
     n_read = done.n_prompt - done.n_cached
     prompt_ms = 1e3 * (done.restore_s + done.prefill_s)
@@ -54,8 +64,6 @@ def timings(done: m.Done) -> Json:
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
-        "kept": done.kept,
-        "cache": cache(done),
         **({"draft_n": done.n_drafted, "draft_n_accepted": done.n_draft_accepted} if done.n_drafted else {}),
     }
 
@@ -103,11 +111,25 @@ class CompletionEncoder(Dialect):
     id_prefix: str
     chunk_name: str
 
-    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
+    def __init__(
+        self,
+        header: Json,
+        fingerprint: Callable[[], str],
+        body: Body,
+        live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
+        *,
+        with_probs: bool,
+        keep: Callable[[Json], Awaitable[None]] | None = None,
+    ) -> None:
+        """``keep`` stores the whole answer of a stream before its last chunk."""
         self._header = header
         self._fingerprint = fingerprint
         self._body = body
+        self._live = live
         self._with_probs = with_probs
+        self._keep = keep
+        self._choices: dict[int, Choice] = {}  # only to be kept
+        self._has_role: set[int] = set()  # choices of a chat whose first chunk was sent
         self._dones: dict[int, m.Done] = {}
 
     @abc.abstractmethod
@@ -121,9 +143,17 @@ class CompletionEncoder(Dialect):
     def encode(self, event: ReplyEvent) -> list[bytes]:
         if isinstance(event.message, m.Done):
             self._dones[event.index] = event.message
-        return [self._chunk([choice] if choice else [], more) for choice, more in self._chunks(event)]
+        if self._keep is not None:
+            self._choices.setdefault(event.index, Choice()).add(event)
+        now = self._live.after(event)
+        return [
+            self._chunk([choice] if choice else [], more if _opens(choice) else {**now, **more})
+            for choice, more in self._chunks(event)
+        ]
 
     async def finish(self) -> list[bytes]:
+        if self._keep is not None:
+            await self._keep(self.whole([self._choices[i] for i in sorted(self._choices)]))
         dones = [self._dones[i] for i in sorted(self._dones)]
         last = self._diagnostics(dones[0])
         if self._body.includes_usage:
@@ -152,10 +182,6 @@ class CompletionEncoder(Dialect):
 class ChatEncoder(CompletionEncoder):
     id_prefix = "chatcmpl"
     chunk_name = "chat.completion.chunk"
-
-    def __init__(self, header: Json, fingerprint: Callable[[], str], body: Body, *, with_probs: bool) -> None:
-        super().__init__(header, fingerprint, body, with_probs=with_probs)
-        self._has_role: set[int] = set()  # choices whose first chunk was sent
 
     def _chunks(self, event: ReplyEvent) -> list[tuple[Json | None, Json]]:
         """The role comes with the first token: clients take the first chunk for it when they measure."""
@@ -226,6 +252,11 @@ class TextEncoder(CompletionEncoder):
             for i, choice in enumerate(choices)
         ]
         return self._whole("text_completion", listed, [choice.done for choice in choices])
+
+
+def _opens(choice: Json | None) -> bool:
+    """Whether it is the chunk with the role, which comes before there is anything to time."""
+    return choice is not None and "role" in choice.get("delta", ())
 
 
 def _chat_choice(index: int, delta: Json, logprobs: Json | None = None) -> Json:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +15,8 @@ from everwarm import __version__
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder, CompletionEncoder, TextEncoder
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody
+from everwarm.gateway.openai.stored_chats import StoredChats
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import GenerationBody, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.pool import Pool
@@ -21,10 +24,11 @@ from everwarm.types import Json
 
 
 class OpenAI:
-    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies) -> None:
+    def __init__(self, pool: Pool, gate: RequestGate, replies: Replies, chats: StoredChats) -> None:
         self._pool = pool
         self._gate = gate
         self._replies = replies
+        self._chats = chats
 
     def routes(self) -> list[Route]:
         return [
@@ -36,24 +40,36 @@ class OpenAI:
     async def chat(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, ChatBody)
         header = self._header(ChatEncoder.id_prefix, body)
-        encoder = ChatEncoder(header, self._fingerprint(body), body, with_probs=body.n_probs is not None)
-        return await self._answer(request, body, n_bytes, encoder)
+        with_probs = body.n_probs is not None
+        keep = partial(self._chats.keep, request, body) if body.store else None
+        more = (self._fingerprint(body), body, live_timings(body))
+        encoder = ChatEncoder(header, *more, with_probs=with_probs, keep=keep)
+        return await self._answer(request, body, n_bytes, encoder, keep)
 
     async def completions(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
         header = self._header(TextEncoder.id_prefix, body)
-        encoder = TextEncoder(header, self._fingerprint(body), body, with_probs=body.wanted_probs is not None)
+        encoder = TextEncoder(
+            header, self._fingerprint(body), body, live_timings(body), with_probs=body.wanted_probs is not None
+        )
         return await self._answer(request, body, n_bytes, encoder)
 
     async def _answer(
-        self, request: Request, body: GenerationBody, n_bytes: int, encoder: CompletionEncoder
+        self,
+        request: Request,
+        body: GenerationBody,
+        n_bytes: int,
+        encoder: CompletionEncoder,
+        keep: Callable[[Json], Awaitable[None]] | None = None,
     ) -> Response:
-        """Streams the reply if the body asks for it, else sends it whole."""
+        """Streams the reply if the body asks for it, else sends it whole; ``keep`` stores it first."""
         if body.stream:
             return self._replies.stream(request, n_bytes, body, encoder)
         with self._gate.admitted(request, n_bytes):
             choices = await self._gate.within_time(request, self._replies.collect(request, body))
         answer = encoder.whole(choices)
+        if keep is not None:
+            await keep(answer)
         if (prompt := getattr(request.state, "prompt", None)) is not None:  # of a chat that is verbose
             answer["__verbose"] = {"prompt": prompt, "content": choices[0].text, "tokens": choices[0].tokens}
         return json_response(answer)

@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.config import MAX_BREAKERS, MAX_LOGIT_BIASES, MAX_SAMPLERS, MAX_SCALE, Sampling, parse_samplers
+from everwarm.config import (
+    MAX_BREAKERS,
+    MAX_LOGIT_BIASES,
+    MAX_SAMPLERS,
+    MAX_SCALE,
+    ContextShift,
+    Sampling,
+    parse_samplers,
+)
 from everwarm.errors import BadRequest
 
 MAX_STOPS, MAX_STOP_CHARS = 32, 512
@@ -132,6 +140,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
+    n_keep: Annotated[int, Meta(ge=-1, le=1 << 26)] | None = None  # where contexts are shifted; -1: the whole prompt
+    n_discard: Annotated[int, Meta(ge=0, le=1 << 26)] | None = None
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     post_sampling_probs: bool | None = None
     verbose: bool | None = None
@@ -167,6 +177,11 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         limit = self.t_max_predict_ms
         return None if limit is None or limit <= 0 else limit / 1e3
 
+    @property
+    def shift(self) -> ContextShift | None:
+        """None: a full context ends the reply. What the server allows is in ``RequestDefaults``."""
+        return None if self.n_keep is None else ContextShift(self.n_keep, self.n_discard or 0)
+
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
@@ -195,6 +210,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
+Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+
+
 class ChatBody(Body, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], Meta(max_length=1024)] | None = None
@@ -211,6 +229,8 @@ class ChatBody(Body, frozen=True, kw_only=True):
     continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    store: bool | None = None
+    metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
 
     @property
     def n_probs(self) -> int | None:

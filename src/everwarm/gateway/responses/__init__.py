@@ -2,5 +2,4 @@
 
 ``schema`` parses body, items and tools and translates them to ``ChatBody``. ``routes`` creates responses, whole or
 streamed, also as the continuation of a stored one, and gets and deletes them. ``encode`` writes items and numbered events.
-``response_store`` keeps responses in SQLite, each namespace apart, and evicts the least recently used.
 """

@@ -104,6 +104,10 @@ class ResponsesEncoder:
         now = {"response": dict(self.response)}
         return [self._event("response.created", **now), self._event("response.in_progress", **now)]
 
+    def progress(self, read: Json) -> list[Json]:
+        """For requests with llama-server's ``return_progress``: how far the prompt is read."""
+        return [*self.begin(), self._event("response.in_progress", response=dict(self.response), prompt_progress=read)]
+
     def encode(self, event: Piece) -> list[Json]:
         match event:
             case Reasoning(text=text):

@@ -17,20 +17,23 @@ from starlette.routing import Route
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
+from everwarm.gateway.http.pages import page_of
 from everwarm.gateway.http.sse import json_response, sse_named
+from everwarm.gateway.openai.encode import figures, progress
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import message_of
+from everwarm.gateway.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
-from everwarm.gateway.responses.response_store import LinkMissing, ResponseStore, StoredResponse
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, compacting, offered, own_items, sealed
 from everwarm.gateway.serving.generate import ReplyEvent
+from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
-MAX_LISTED = 100
+PREFIX = "resp_"  # of ids
 MAX_REFERRED = 32
 MAX_SUMMARY_TOKENS = 2048
 _REASONS = "it was never stored, was deleted, or was evicted"
@@ -56,6 +59,7 @@ class Responses:
             Route("/v1/responses/{id}", self.get, methods=["GET"]),
             Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/responses/{id}/input_items", self.input_items, methods=["GET"]),
+            Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
         ]
 
     async def create(self, request: Request) -> Response:
@@ -111,18 +115,23 @@ class Responses:
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        if not await asyncio.to_thread(self._store.delete, self._namespace(request), id):
+        is_one = id.startswith(PREFIX)
+        if not (is_one and await asyncio.to_thread(self._store.delete, self._namespace(request), id)):
             raise _not_found(id)
         return json_response({"id": id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        kept = await self._found(request)
+        raise BadRequest(f"the response {kept.id} is over: only one that runs in the background could be cancelled")
 
     async def input_items(self, request: Request) -> Response:
         """The input items of this response only; earlier items belong to the responses before it."""
         items = (await self._found(request)).input
-        return json_response(_page(items, dict(request.query_params)))
+        return json_response(page_of(items, request.query_params))
 
     async def _found(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
-        kept = await asyncio.to_thread(self._store.get, self._namespace(request), id)
+        kept = await asyncio.to_thread(self._store.get, self._namespace(request), id) if id.startswith(PREFIX) else None
         if kept is None:
             raise _not_found(id)
         return kept
@@ -143,15 +152,16 @@ class ResponsesTurn(Dialect):
         self._request = request
         self._body = body
         self._namespace = namespace_of(request, body.cache_salt)
-        self._id = f"resp_{secrets.token_hex(12)}"
+        self._id = f"{PREFIX}{secrets.token_hex(12)}"
         self._items: list[Json] = []  # of this request's input
         self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
         self._last: Json = {}
+        self._live = live_timings(body)
 
     def compaction(self, summary: str, done: m.Done) -> Json:
         """The answer to a request to compact this conversation."""
-        tail = self._id.removeprefix("resp_")
+        tail = self._id.removeprefix(PREFIX)
         kept = [item for item in self._all_items if item["type"] == "message" and item.get("role") == "user"]
         item = {"type": "compaction", "id": f"cmp_{tail}", "encrypted_content": sealed(summary)}
         about = {"id": self._id, "object": "response.compaction", "created_at": int(time.time())}
@@ -164,7 +174,7 @@ class ResponsesTurn(Dialect):
 
     async def chat_body(self) -> ChatBody:
         """The whole conversation as a chat. What it continues is read from the store."""
-        body, tail = self._body, self._id.removeprefix("resp_")
+        body, tail = self._body, self._id.removeprefix(PREFIX)
         before = await self._before()
         aside = self._gate.bodies.for_request
         self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
@@ -179,15 +189,19 @@ class ResponsesTurn(Dialect):
     def encode(self, event: ReplyEvent) -> list[bytes]:
         events = [each for piece in event.pieces for each in self.encoder.encode(piece)]
         match event.message:
-            case m.Begun() | m.PromptRead():
+            case m.Begun():
                 events += self.encoder.begin()
+            case m.PromptRead() as read:
+                events += self.encoder.progress(progress(read))
             case m.Done() as done:
                 events += self.end(done, event.finish)
-        return list(map(_frame, events))
+        now = self._live.after(event)
+        return [_frame({**each, **now}) for each in events]
 
     def end(self, done: m.Done, finish: str) -> list[Json]:
         """All final events but the last, which is sent by ``finish``."""
-        *events, self._last = self.encoder.end(done, finish)
+        *events, last = self.encoder.end(done, finish)
+        self._last = {**last, "timings": figures(done)} if self._body.timings_per_token else last
         return events
 
     async def finish(self) -> list[bytes]:
@@ -212,6 +226,8 @@ class ResponsesTurn(Dialect):
         if id is None:
             return []
         try:
+            if not id.startswith(PREFIX):
+                raise LinkMissing(id)
             chain = await asyncio.to_thread(self._store.chain, self._namespace, id)
         except LinkMissing as missing:
             words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
@@ -229,7 +245,7 @@ class ResponsesTurn(Dialect):
             found = _ITEM_ID.fullmatch(id)
             if found is None:
                 return None
-            response = f"resp_{found[1]}"
+            response = f"{PREFIX}{found[1]}"
             if response not in known:
                 if len(known) >= MAX_REFERRED:
                     raise BadRequest(
@@ -248,24 +264,3 @@ def _frame(event: Json) -> bytes:
 
 def _not_found(id: str) -> NotFound:
     return NotFound(f"there is no response {id[:80]!r} here: {_REASONS}", "response_not_found")
-
-
-def _page(items: list[Json], query: dict[str, str]) -> Json:
-    limit, order, after = query.get("limit", "20"), query.get("order", "desc"), query.get("after")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_LISTED):
-        raise BadRequest(f"limit is {limit[:20]!r}; give 1 to {MAX_LISTED}")
-    if order not in ("asc", "desc"):
-        raise BadRequest(f"order is {order[:20]!r}; give asc or desc")
-    listed = items if order == "asc" else items[::-1]
-    ids = [item["id"] for item in listed]
-    if after is not None and after not in ids:
-        raise BadRequest(f"after is {after[:80]!r}, which is none of the items")
-    start = ids.index(after) + 1 if after is not None else 0
-    page = listed[start : start + int(limit[:9])]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": start + len(page) < len(listed),
-    }

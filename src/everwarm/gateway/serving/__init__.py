@@ -6,5 +6,5 @@ yields them as ``ReplyEvent``. ``replies`` joins these: it streams a reply throu
 events, errors and keep-alives are written) or collects it whole. ``background`` recognises calls that no user waits for.
 ``reply_store`` keeps what models wrote. ``prewarm`` offers the likely next prompt to the engine for its idle time, and
 ``workspace`` guesses results of tool calls for it.
-``adapter_scales`` knows how much of each LoRA adapter a request gets.
+``adapter_scales`` knows how much of each LoRA adapter a request gets, and ``live_timings`` how fast a reply goes so far.
 """

@@ -458,6 +458,7 @@ def _submit(
         constraint=constraint,
         priority=max(least_priority, body.priority or 0),  # none comes before those without one
         max_draft=body.max_draft,
+        shift=body.shift,
     )
 
 

@@ -20,7 +20,15 @@ from everwarm.router.catalog import hub, scan
 from everwarm.router.catalog.gguf_header import GgufHeader, read_header
 from everwarm.router.catalog.gguf_names import LATEST
 from everwarm.router.catalog.memory_estimate import loaded_bytes
-from everwarm.router.catalog.models_file import ModelTable, below, did_you_mean, place, read_models_file, speaking_of
+from everwarm.router.catalog.models_file import (
+    INI,
+    ModelTable,
+    below,
+    did_you_mean,
+    place,
+    read_models_file,
+    speaking_of,
+)
 from everwarm.router.catalog.scan import ModelFile, UnusableFile
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -41,6 +49,7 @@ class ModelSpec:
     n_bytes: int  # about what it takes when it is loaded
     source: Source
     aliases: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
     mmproj: Path | None = None
     template: str | None = None  # the text of a chat template instead of the file's own
     pinned: bool = False
@@ -105,6 +114,7 @@ def only(
     *,
     mmproj: Path | None = None,
     aliases: tuple[str, ...] = (),
+    tags: tuple[str, ...] = (),
     template: str | None = None,
     ttl_s: float = 0.0,
 ) -> Catalog:
@@ -118,6 +128,7 @@ def only(
         source="file",
         mmproj=mmproj,
         aliases=aliases,
+        tags=tags,
         template=template,
         ttl_s=ttl_s,
         pinned=ttl_s == 0.0,
@@ -160,7 +171,7 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
         shelf.put_all(listing.models, defaults)
         return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")
-    if path.suffix.lower() == ".toml":
+    if path.suffix.lower() in (".toml", INI):
         return _Configured(path, defaults, resolve, state_dir).catalog()
     spec = _spec(scan.one_file(path), defaults, "file")
     return Catalog({spec.id: spec}, default=spec.id)

@@ -1,4 +1,5 @@
-"""The TOML file that ``serve --models`` takes: checked key by key, every mistake in one sentence that names it.
+"""The TOML file that ``serve --models`` takes, or llama-server's INI file: checked key by key, every mistake in one
+sentence that names it.
 
 Knows keys and settings. Does not look at model files: what a table points to may come and go while the server runs.
 """
@@ -28,8 +29,10 @@ from everwarm.config import (
 )
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest
+from everwarm.router.catalog.preset_file import models_of
 
 MAX_FILE_BYTES = 1 << 20
+INI = ".ini"  # the end of a name of llama-server's presets
 MAX_NAME_CHARACTERS = 256
 MAX_TTL_S = 10 * 365 * 86400.0
 
@@ -214,15 +217,16 @@ def below(base: Path, name: str) -> Path:
 
 
 def parsed(path: Path) -> dict[str, Any]:
+    is_preset = path.suffix.lower() == INI
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
         require(len(raw) <= MAX_FILE_BYTES, f"{path} has more than {MAX_FILE_BYTES} bytes; give a list of models")
-        return tomllib.loads(raw.decode())
+        return models_of(raw.decode(), path.name, str(Path.cwd())) if is_preset else tomllib.loads(raw.decode())
     except OSError as error:
         raise BadRequest(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"{path} is not valid TOML: {error}") from None
+        raise BadRequest(f"{path} is not valid {'INI' if is_preset else 'TOML'}: {error}") from None
 
 
 def convert(fields: Mapping[str, Any], kind: type[S], where: str) -> S:

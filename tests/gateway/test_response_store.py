@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.responses.response_store import (
+from everwarm.gateway.response_store import (
     FILE,
     ON_DISK,
     LinkMissing,
@@ -26,7 +26,7 @@ from everwarm.gateway.responses.response_store import (
 
 WRITER = """
 import sys
-from everwarm.gateway.responses.response_store import ResponseStore, StoredResponse
+from everwarm.gateway.response_store import ResponseStore, StoredResponse
 store = ResponseStore(sys.argv[1])
 parent = None
 for i in range(100_000):

@@ -1,4 +1,5 @@
-"""Stored responses that a request can continue: SQLite, in a file if the server has a state directory, else in memory.
+"""Stored responses that a request can continue, and stored chat completions: SQLite, in a file if the server has a state
+directory, else in memory.
 
 Each row holds what one response added (its own input and its output) and the id of the response before: a conversation is
 stored once, however long it gets. After any crash a row is complete or absent. When the store is full, the namespace that
@@ -109,6 +110,33 @@ class ResponseStore:
         except (sqlite3.Error, OSError) as error:
             log.warning("a response cannot be read: %s", error)
             return None
+
+    def listed(self, namespace: str, prefix: str) -> list[StoredResponse]:
+        """Those whose ids begin so, the oldest first."""
+        query = "SELECT id FROM responses WHERE namespace = ? AND substr(id, 1, ?) = ? ORDER BY rowid"
+        try:
+            with self._store.transaction() as database:
+                ids = [id for (id,) in database.execute(query, (namespace, len(prefix), prefix)).fetchall()]
+                found = (_read(database, namespace, id) for id in ids[-MAX_LINKS:])
+                return [kept for kept in found if kept is not None]
+        except (sqlite3.Error, OSError) as error:
+            log.warning("stored answers cannot be listed: %s", error)
+            return []
+
+    def replace(self, namespace: str, kept: StoredResponse) -> bool:
+        """Whether it was stored, and is now as given."""
+        body = _encode(kept)
+        try:
+            with self._store.transaction() as database:
+                changed = "UPDATE responses SET n_bytes = ?, used = ? WHERE id = ? AND namespace = ?"
+                row = (len(body), _next_use(database), kept.id, namespace)
+                if database.execute(changed, row).rowcount == 0:
+                    return False
+                database.execute("UPDATE bodies SET body = ? WHERE id = ?", (body, kept.id))
+                self._evict(database, kept.id)
+        except (sqlite3.Error, OSError) as error:
+            raise EverwarmError(f"the answer cannot be changed now: {error}") from None
+        return True
 
     def chain(self, namespace: str, id: str) -> list[StoredResponse]:
         """The conversation that ends with this response, oldest first. ``LinkMissing`` if a part of it is not stored,
