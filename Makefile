@@ -49,6 +49,8 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python -m pytest tests/structure
 
 # Three on two cores, because tests of servers wait a lot; in the order of folders, because the longest files have few tests.
+# Compiled modules are kept, also where the environment says otherwise: every worker imports every test, and every engine is a new process.
+test: export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP) browser tmux ## all tests but those of `check`, about 15 minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"

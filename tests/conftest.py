@@ -1,5 +1,6 @@
 """What every test may use: `models` on the import path, and models that are opened once per session."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -19,6 +20,12 @@ settings.register_profile("untimed", deadline=None)  # how long an example takes
 settings.load_profile("untimed")
 
 OpenTiny = Callable[..., Model]
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests live to the end: no collection of garbage looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -208,14 +208,14 @@ class ExactMachine(ConversationMachine):
     REFUSALS = (refuse_restores,)
 
 
-def how_long(short: int) -> settings:
-    n = 120 * short if CAMPAIGN else short
+def how_long(short: int, long: int) -> settings:
+    n = long if CAMPAIGN else short
     return settings(max_examples=n, stateful_step_count=25, deadline=None, derandomize=not CAMPAIGN)
 
 
-ConversationMachine.TestCase.settings = how_long(20)
-CrowdedMachine.TestCase.settings = how_long(20)
-ExactMachine.TestCase.settings = how_long(13)
+ConversationMachine.TestCase.settings = how_long(12, 2400)
+CrowdedMachine.TestCase.settings = how_long(12, 2400)
+ExactMachine.TestCase.settings = how_long(8, 1560)
 
 TestConversations = ConversationMachine.TestCase
 TestCrowded = CrowdedMachine.TestCase

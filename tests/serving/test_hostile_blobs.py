@@ -35,6 +35,7 @@ TARGETS = {
     "gemma3": ("state", "segment", "sequence"),
     "llama": ("segment", "sequence"),
 }
+N_OTHERS = 4  # kinds for each model beside those that surely do harm
 UNCURED = "negative positions"  # see the last test
 N_PREFIX, N_TAIL, N_REPLY = 100, 24, 4  # longer than the window of gemma3
 TOLERANCE = 0.02  # on log-probabilities: where cells lie, and how reading was cut, changes the last places
@@ -146,7 +147,7 @@ def plan(arch: str, *kinds: str) -> list[Order]:
     if CAMPAIGN:
         found = [(kind, target, i) for target in targets for kind in kinds for i in range(N_VARIANTS.get(kind, 5))]
     else:
-        some = kinds[:3] + tuple(kinds[3:][(5 * n + i) % len(kinds[3:])] for i in range(5))
+        some = kinds[:3] + tuple(kinds[3:][(N_OTHERS * n + i) % len(kinds[3:])] for i in range(N_OTHERS))
         found = [(kind, targets[i % len(targets)], i) for i, kind in enumerate(some)]
     return [Order(i, *each, n_times=9 if (i + n) % 8 == 0 else 1) for i, each in enumerate(found)]
 

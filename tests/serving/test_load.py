@@ -23,7 +23,7 @@ from support.server import Server, children, is_alive, metric, serving, until, w
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_HANGUPS = 1000 if CAMPAIGN else 60
-LOAD_S = 60.0 if CAMPAIGN else 5.0
+LOAD_S = 60.0 if CAMPAIGN else 2.0
 N_CLIENTS = 64
 MAX_RSS_BYTES = 1200 << 20
 QUESTION = {
@@ -120,7 +120,7 @@ def test_a_client_that_leaves_while_waiting_gives_up_its_place(server):
             for _ in range(8):
                 waiting.enter_context(asking(server, "/completion", ENDLESS))
             time.sleep(0.3)
-    until(server.is_idle, "nobody runs or waits", 10)
+    until(server.is_idle, "nobody runs or waits")
 
 
 # too many
@@ -165,7 +165,7 @@ def test_whoever_is_refused_is_told_when_to_come_back(server):
         assert {reply.status for reply in refused} == {429} and min(waits) >= 1 and 1 < max(waits) <= 600
         assert waits[0] <= waits[-1], "who is refused later comes back later"
         assert all(f"in about {s} s" in r.json["error"]["message"] for r, s in zip(refused, waits, strict=True))
-    until(server.is_idle, "nobody runs or waits", 10)
+    until(server.is_idle, "nobody runs or waits")
 
 
 def test_a_reader_that_does_not_read_holds_up_nobody_else(server):
@@ -185,7 +185,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody_else(server):
 def test_a_killed_engine_is_noticed_replaced_and_answers_as_before():
     with serving("--max-requests", "32") as server:
         golden, dead, seen = answer(server), server.engine_pid, []
-        stop = time.monotonic() + 3
+        stop = time.monotonic() + 2
         with ThreadPoolExecutor(9) as pool:
             clients = [pool.submit(hammer, server, stop, seed, seen) for seed in range(8)]
             time.sleep(0.5)

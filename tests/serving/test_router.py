@@ -22,7 +22,7 @@ from support.models import tiny_model
 from support.server import GUARD, Server, serving, serving_models, until, words
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
-N_TURNS = 100 if CAMPAIGN else 12
+N_TURNS = 100 if CAMPAIGN else 9
 N_TALKS = 2
 ARCHS = ("qwen35", "mamba2", "gemma3")
 

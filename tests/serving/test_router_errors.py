@@ -144,7 +144,7 @@ def test_a_file_that_comes_later_is_found(roomy, folder):
     assert "later" not in rows(roomy) and "later" in rows(roomy, "/models?reload=1")
     assert post(roomy, "later").status == 200
     shutil.copy(SMALL, folder / "latest.gguf")
-    until(lambda: post(roomy, "latest").status == 200, "it is found without being told", 5)
+    until(lambda: post(roomy, "latest").status == 200, "it is found without being told")
     for name in ("later", "latest"):
         (folder / f"{name}.gguf").unlink()
     assert "later" not in rows(roomy, "/models?reload=1") and post(roomy, "later").status == 404
@@ -309,7 +309,7 @@ def test_without_autoload_an_unloaded_model_stays_so(folder):
     with serving_models(folder, "--no-models-autoload") as server:
         order(server, "load", "small")
         until(lambda: server.status_of("small") == "loaded", "it is loaded")
-        busy = threading.Thread(target=post, args=(server, "small"), kwargs={"n_predict": 3000, "ignore_eos": True})
+        busy = threading.Thread(target=post, args=(server, "small"), kwargs={"n_predict": 1000, "ignore_eos": True})
         busy.start()
         until(lambda: server.listed("small")["n_running"] == 1, "it is busy")
         order(server, "unload", "small")
@@ -386,7 +386,7 @@ def test_an_idle_model_goes_to_sleep_and_wakes_up_warm(configured):
     first = configured.complete("sleepy", TOKENS)
     assert configured.status_of("sleepy") == "loaded"
     before = time.monotonic()
-    until(lambda: configured.status_of("sleepy") == "unloaded", "it sleeps", 10)
+    until(lambda: configured.status_of("sleepy") == "unloaded", "it sleeps")
     assert time.monotonic() - before > 0.5 and configured.status_of("keep") == "loaded"
     again = configured.complete("sleepy", [*TOKENS, *first["tokens"], *MORE])
     assert again["timings"]["prompt_n"] <= len(MORE) + GUARD < len(TOKENS)

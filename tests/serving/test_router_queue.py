@@ -167,7 +167,7 @@ def test_who_leaves_while_waiting_leaves_the_queue(server, path, body):
         waiting = begun(server, path, body)
         until(lambda: n_waiting(server, "other") == 1, "it waits")
         waiting.close()
-        until(lambda: n_waiting(server, "other") == 0, "it has left", 2)
+        until(lambda: n_waiting(server, "other") == 0, "it has left")
     finally:
         busy.close()
     until(lambda: server.listed("small")["n_running"] == 0, "nobody is left")
@@ -244,7 +244,7 @@ def _end_during_a_swap(folder: Path, sig: signal.Signals, moment: Callable[[Serv
         moment(server)
         gateway.send_signal(sig)
         code = gateway.wait(30)
-        until(lambda: not workers_of(gateway.pid), "no engine is left", 5)
+        until(lambda: not workers_of(gateway.pid), "no engine is left")
         assert "Traceback" not in server.log and "never retrieved" not in server.log, server.log
         return code, told.result()
 

@@ -23,6 +23,7 @@ USED_ELSEWHERE = {
     "ray.replica.Replica.forward": "the ingress calls it by name, through Ray",
     "ray.replica.Replica.record_autoscaling_stats": "Ray Serve calls it",
     "ray.replica.Replica.record_routing_stats": "Ray Serve calls it",
+    "router.supervise.engine_process.Listener.data_received": "asyncio calls it",
     **{
         f"state.policy.CheckpointParams.with_{field}": "for use as a library: docs/checkpoints.md"
         for field in ("every_n_tokens", "max_checkpoints", "min_gap", "min_tokens")

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+from tempfile import TemporaryFile
 from typing import Any, TextIO
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -71,6 +72,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(theirs.fileno(),))
@@ -78,12 +80,31 @@ class ForkServer:
     def start(self, *arguments: str, **environment: str) -> ForkedProcess:
         """``everwarm ARGUMENTS`` with this process's environment and this one, its folder and its standard output."""
         reader, writer = os.pipe()
-        started = {"arguments": arguments, "environment": os.environ | environment, "folder": os.getcwd()}
         try:
-            pid = self._ask(started, (1, writer))
+            return self._start(arguments, environment, (self._nothing, 1, writer), os.fdopen(reader))
         finally:
             os.close(writer)
-        return ForkedProcess(self, pid, os.fdopen(reader))
+
+    def run(self, *arguments: str, text: str, timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
+        """The same, given a text, to its end."""
+        with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+            given.write(text)
+            given.seek(0)
+            process = self._start(arguments, environment, (given.fileno(), out.fileno(), errors.fileno()), errors)
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                process.kill()
+            out.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), errors.read())
+
+    def _start(
+        self, arguments: tuple[str, ...], environment: dict[str, str], fds: tuple[int, ...], stderr: TextIO
+    ) -> ForkedProcess:
+        """``fds``: its standard input, output and errors."""
+        message = {"arguments": arguments, "environment": os.environ | environment, "folder": os.getcwd()}
+        return ForkedProcess(self, self._ask(message, fds), stderr)
 
     def exit_code(self, pid: int) -> int:
         return self._ask({"pid": pid}, ())
@@ -95,6 +116,7 @@ class ForkServer:
 
     def close(self) -> None:
         self._socket.close()
+        os.close(self._nothing)
         self._process.wait()
 
 
@@ -112,7 +134,7 @@ def fork_server() -> ForkServer:
 def _answer(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     """Answers requests until the tests end. Returns a second time for every start, in the forked process."""
     while True:
-        data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 3)
         if not data:
             return None
         message = json.loads(data)
@@ -129,7 +151,7 @@ def _answer(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def _become(message: dict[str, Any], fds: list[int]) -> None:
-    for number, fd in enumerate(fds, start=1):
+    for number, fd in enumerate(fds):
         os.dup2(fd, number)
         os.close(fd)
     os.chdir(message["folder"])

@@ -23,6 +23,7 @@ Process = subprocess.Popen[str] | ForkedProcess
 GUARD = 16
 ENTER = "import os, sys; open(sys.argv[1], 'w').write('0'); os.execv(sys.argv[2], sys.argv[2:])"
 PATIENCE_S = 30.0
+AT_IMPORT = {"EVERWARM_CONFIG", "PYTHONPATH"}  # what is read before anything can be forked
 SIZE = ("--slots", "2", "--threads", "1", "--cache-ram", "512MiB")
 
 
@@ -201,7 +202,7 @@ def listening(process: Process, scheme: str = "http") -> Iterator[Server]:
 
 
 def _process(cgroup: Path | None, *arguments: str) -> Process:
-    """A fresh interpreter where the fork server's would not do: inside a cgroup, and with a file that is read at import."""
+    """A fresh interpreter where the fork server's would not do: inside a cgroup, and with what is read at import."""
     if cgroup is None and "EVERWARM_CONFIG" not in os.environ:
         return fork_server().start(*arguments)
     enter = [] if cgroup is None else [sys.executable, "-c", ENTER, str(cgroup / "cgroup.procs")]
@@ -233,9 +234,12 @@ def run_cli(
     *arguments: str, text: str | None = None, timeout_s: float = 60.0, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """The command line, to its end."""
+    wide = {"COLUMNS": "200", "NO_COLOR": "1"} | env
+    if not AT_IMPORT & (os.environ | env).keys():
+        return fork_server().run(*arguments, text=text or "", timeout_s=timeout_s, **wide)
     command = [sys.executable, "-m", "everwarm", *arguments]
-    wide = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"} | env
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, env=wide, check=False)
+    full = os.environ | wide
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, env=full, check=False)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:

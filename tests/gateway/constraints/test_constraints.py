@@ -21,7 +21,7 @@ from support.server import Server, serving, serving_models
 
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
 NO_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
-N_SEEDS = 32 if CAMPAIGN else 16
+N_SEEDS, N_CHOICES = (32, 16) if CAMPAIGN else (8, 8)
 
 TEMPLATE = (
     "{#- %s -#}{%% for m in messages %%}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{%% endfor %%}"
@@ -156,7 +156,9 @@ def test_forced_calls_obey_their_schemas_in_every_notation(notations: Server, no
     with openai.OpenAI(base_url=f"{notations.url}/v1", api_key="none") as client:
         forced: dict[str, Any] = {"model": notation, "tools": TOOLS, "tool_choice": "required", "max_tokens": 120}
         replies = [ask(client, **forced)]
-        replies += [ask(client, **forced, temperature=1.0, seed=seed, n=16) for seed in range(0, N_SEEDS, 16)]
+        replies += [
+            ask(client, **forced, temperature=1.0, seed=seed, n=N_CHOICES) for seed in range(0, N_SEEDS, N_CHOICES)
+        ]
         one = ask(client, **forced, temperature=1.0, seed=5, n=4, parallel_tool_calls=False)
         named = {"type": "function", "function": {"name": "note"}}
         note = ask(client, **(forced | {"tool_choice": named}), parallel_tool_calls=False)

@@ -2,8 +2,8 @@
 
 import asyncio
 import gc
-import inspect
 import json
+from types import AsyncGeneratorType
 from typing import Any
 
 import pytest
@@ -31,7 +31,9 @@ def test_a_token_passes_three_generators_between_the_engine_and_the_socket(path,
 
     class Looking(generate.ReplyEvent, frozen=True):
         def __post_init__(self) -> None:
-            alive = [each for each in gc.get_objects() if inspect.isasyncgen(each) and each.ag_frame is not None]
+            alive = [
+                each for each in gc.get_objects() if type(each) is AsyncGeneratorType and each.ag_frame is not None
+            ]
             ours = ("everwarm/gateway/", "support/gateway.py")
             inside = [each for each in alive if any(name in each.ag_frame.f_code.co_filename for name in ours)]
             seen.append([each.__qualname__ for each in inside if not each.__qualname__.endswith(("within", "watched"))])

@@ -25,7 +25,7 @@ from support.crash_writer import Thing, conversation, in_memory, kv, numbered
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 N_KILLS = 10_000 if CAMPAIGN else 15
-N_HISTORIES = 40 if CAMPAIGN else 3
+N_HISTORIES = 40 if CAMPAIGN else 2
 N_LOSSES = 12 if CAMPAIGN else 5  # of power, after every operation
 PLENTY = 1 << 40
 TIGHT = 900_000
