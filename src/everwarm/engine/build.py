@@ -48,6 +48,7 @@ from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.speculation.tree_lookup import TreeLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
+from everwarm.engine.tiers.disk_texts import DiskTexts
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
@@ -157,8 +158,8 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     counts = RequestStats()
     queue = RequestQueue()
     prewarm = PrewarmQueue()
-    speculator = _speculator(opened)
     cache = _cache(opened, residents, speed, outlives_us=outlives_us)
+    speculator = _speculator(opened, DiskTexts(cache.tiers))
     takes_cuts = context.kind.needs_checkpoints and opened.sizes.spacing.max_checkpoints > 0
     admission = Admission(
         context, cache.tree, residents.slots, cache.restorer, cache.loader, cache.returns, speed, cuts=takes_cuts
@@ -233,13 +234,13 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     )
 
 
-def _speculator(opened: _Opened) -> Speculator:
+def _speculator(opened: _Opened, on_disk: DiskTexts) -> Speculator:
     settings = opened.settings
     sizes = opened.sizes
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
     looks_up = settings.speculate in ("auto", "lookup")
-    drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree)] if looks_up else []
+    drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree, on_disk)] if looks_up else []
     head = None if opened.context.head is None else HeadDrafter(opened.context)
     computing = opened.small or head
     # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear

@@ -8,6 +8,9 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Point
 from everwarm.state.store.disk import Disk, DiskCounts, Pin
@@ -57,6 +60,9 @@ class NullDisk:
 
     def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:
         return None
+
+    def newest_texts(self, space: str, n_most: int) -> list[NDArray[np.int32]]:
+        return []
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[ObjectReader]:

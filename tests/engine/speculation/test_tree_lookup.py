@@ -3,12 +3,23 @@
 import numpy as np
 import pytest
 
+from everwarm.engine.settings import StoreSettings
 from everwarm.engine.speculation import tree_lookup
 from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, TreeLookup
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.tree import Tree
 from support.drafts import always_draft, drafting_core
 from support.drive import run, text
+
+
+class Nothing:
+    """No disk."""
+
+    def of(self, namespace: str) -> np.ndarray:  # noqa: ARG002
+        return np.array([-1], np.int32)
+
+    def forget(self) -> None: ...
+
 
 HERE, END = "mine", [900, 901, 902, 903, 904]
 
@@ -31,26 +42,26 @@ def proposed(lookup: TreeLookup, n: int = 3, namespace: str = HERE) -> list[int]
 
 
 def test_what_followed_in_another_conversation_is_proposed():
-    assert proposed(TreeLookup(tree_with([7, 8, *END, 11, 12, 13, 14]))) == [11, 12, 13]
+    assert proposed(TreeLookup(tree_with([7, 8, *END, 11, 12, 13, 14]), Nothing())) == [11, 12, 13]
 
 
 def test_the_latest_conversation_wins():
-    assert proposed(TreeLookup(tree_with([7, *END, 11, 12, 13], [8, *END, 21, 22, 23]))) == [21, 22, 23]
+    assert proposed(TreeLookup(tree_with([7, *END, 11, 12, 13], [8, *END, 21, 22, 23]), Nothing())) == [21, 22, 23]
 
 
 def test_nothing_is_proposed_from_another_namespace():
     tree = tree_with([7, *END, 11, 12, 13], namespace="theirs")
-    assert proposed(TreeLookup(tree)) is None
-    assert proposed(TreeLookup(tree), namespace="theirs") == [11, 12, 13]  # the control
+    assert proposed(TreeLookup(tree, Nothing())) is None
+    assert proposed(TreeLookup(tree, Nothing()), namespace="theirs") == [11, 12, 13]  # the control
 
 
 def test_a_match_across_the_ends_of_two_texts_is_none():
-    assert proposed(TreeLookup(tree_with([7, *END[:2]], [*END[2:], 11, 12]))) is None
+    assert proposed(TreeLookup(tree_with([7, *END[:2]], [*END[2:], 11, 12]), Nothing())) is None
 
 
 def test_texts_are_gathered_again_when_the_tree_has_changed_but_not_at_every_look():
     tree = tree_with([7, 8, 9])
-    lookup = TreeLookup(tree)
+    lookup = TreeLookup(tree, Nothing())
     assert proposed(lookup) is None
     add(tree, [8, *END, 21, 22, 23])
     found = [proposed(lookup) for _ in range(GATHER_EVERY)]
@@ -59,7 +70,7 @@ def test_texts_are_gathered_again_when_the_tree_has_changed_but_not_at_every_loo
 
 def test_what_was_erased_is_not_proposed():
     tree = tree_with([7, *END, 11, 12, 13])
-    lookup = TreeLookup(tree)
+    lookup = TreeLookup(tree, Nothing())
     assert proposed(lookup) == [11, 12, 13]
     node = next(node for node in tree.nodes() if node.parent is not None)
     tree.release(node)  # nothing holds it: it is pruned
@@ -70,7 +81,7 @@ def test_what_was_erased_is_not_proposed():
 def test_the_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tree_lookup, "MOST_TOKENS", 50)
     tree = tree_with(*([i, *range(100, 120)] for i in range(20)))
-    lookup = TreeLookup(tree)
+    lookup = TreeLookup(tree, Nothing())
     for i in range(2 * MOST_NAMESPACES):
         proposed(lookup, namespace=f"namespace {i}")
     proposed(lookup)
@@ -87,3 +98,73 @@ def test_a_reply_that_another_conversation_had_is_drafted_from_it():
         assert again.tokens == first.tokens and again.n_draft_accepted > 10
         others = run(core, prompt, 40, namespace="others")
         assert others.tokens == first.tokens and others.n_drafted == 0
+
+
+# what is only on disk
+
+
+def disk_core(folder, **settings):
+    store = StoreSettings(str(folder), restore_policy="always")
+    return drafting_core(**{"n_slots": 2, "store": store} | settings)
+
+
+def write_all(core) -> None:
+    core.cache.tiers.wait_open(60.0)
+    core.put_away()
+
+
+def drafted_from_disk(core, prompt: list[int], n: int, **more):
+    """The reply, once what is on disk was read."""
+    core.cache.tiers.wait_open(60.0)
+    always_draft(core)
+    core.speculator.drafters = core.speculator.drafters[1:]  # without the reply's own text
+    texts = core.speculator.drafters[0]._on_disk
+    texts.of(more.get("namespace", ""))
+    core.cache.tiers.flush()
+    return run(core, prompt, n, use_cache=False, **more)
+
+
+def test_a_reply_is_drafted_from_what_was_kept_before_a_restart(tmp_path):
+    prompt = text(1, 60)
+    with disk_core(tmp_path) as core:
+        first = run(core, prompt, 40)
+        write_all(core)
+    with disk_core(tmp_path) as core:
+        again = drafted_from_disk(core, prompt, 40)
+        assert again.tokens == first.tokens and again.n_draft_accepted > 10
+    with disk_core(tmp_path / "empty") as core:
+        assert drafted_from_disk(core, prompt, 40).n_drafted == 0  # the control
+
+
+def test_nothing_on_disk_is_proposed_to_another_namespace_nor_after_it_was_erased(tmp_path):
+    prompt = text(1, 60)
+    with disk_core(tmp_path) as core:
+        run(core, prompt, 40)
+        write_all(core)
+    with disk_core(tmp_path) as core:
+        assert drafted_from_disk(core, prompt, 40, namespace="others").n_drafted == 0
+    with disk_core(tmp_path) as core:
+        core.cache.tiers.wait_open(60.0)
+        lookup = core.speculator.drafters[1]
+        lookup._on_disk.of("")
+        core.cache.tiers.flush()
+        assert len(lookup._on_disk.of("")) > 60
+        core.forget_ahead("")
+        assert len(lookup._on_disk.of("")) == 1
+
+
+def test_a_damaged_file_is_no_text(tmp_path):
+    prompt = text(1, 60)
+    with disk_core(tmp_path) as core:
+        run(core, prompt, 40)
+        write_all(core)
+    with disk_core(tmp_path) as core:
+        core.cache.tiers.wait_open(60.0)
+        disk, space = core.cache.tiers.disk, next(kept.space for kept in core.cache.tiers.disk.objects())
+        assert sum(map(len, disk.newest_texts(space, 1000))) >= 60
+        assert sum(map(len, disk.newest_texts(space, 50))) == 50
+        for path in tmp_path.rglob("kv-*.ew"):
+            raw = bytearray(path.read_bytes())
+            raw[4096:4100] = b"\xff\xff\xff\xff"
+            path.write_bytes(raw)
+        assert disk.newest_texts(space, 1000) == []

@@ -2,13 +2,14 @@
 
 The newest texts of a namespace, up to ``MOST_TOKENS``, are searched as a reply's own text is. They are gathered from the
 tree when it has changed, at most once in ``GATHER_EVERY`` looks, so they follow what is kept and what is evicted, and cost
-4 bytes per token. Namespaces share nothing. What is only on disk is found once it is loaded.
+4 bytes per token. Namespaces share nothing. What is only on disk is searched where the tree has nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 
@@ -31,23 +32,29 @@ class _Texts:
     n_looks: int = 0  # since then
 
 
+class Texts(Protocol):
+    """Texts of a namespace beside those in the tree."""
+
+    def of(self, namespace: str) -> Tokens: ...
+
+    def forget(self) -> None: ...
+
+
 class TreeLookup:
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, on_disk: Texts) -> None:
         self._tree = tree
+        self._on_disk = on_disk
         self._texts: dict[str, _Texts] = {}  # by namespace, the one that was used last at the end
 
     def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:
-        texts = self._texts_of(namespace)
-        found = longest_match(texts, history)
-        if found is None or found[1] < MIN_MATCH:
-            return None
-        at, n_match = found
-        tokens = texts[at : at + n]
-        return Proposal(tokens, confidence_of(n_match), "tree") if len(tokens) else None
+        return _proposed(self._texts_of(namespace), history, n, "tree") or _proposed(
+            self._on_disk.of(namespace), history, n, "disk"
+        )
 
     def forget(self) -> None:
-        """Texts were erased from the tree: none of them stays here."""
+        """Texts were erased: none of them stays here."""
         self._texts.clear()
+        self._on_disk.forget()
 
     def _texts_of(self, namespace: str) -> Tokens:
         known, version = self._texts.pop(namespace, None), self._tree.census.version
@@ -59,6 +66,15 @@ class TreeLookup:
         while len(self._texts) > MOST_NAMESPACES:
             del self._texts[next(iter(self._texts))]
         return known.tokens
+
+
+def _proposed(texts: Tokens, history: Tokens, n: int, source: str) -> Proposal | None:
+    found = longest_match(texts, history)
+    if found is None or found[1] < MIN_MATCH:
+        return None
+    at, n_match = found
+    tokens = texts[at : at + n]
+    return Proposal(tokens, confidence_of(n_match), source) if len(tokens) else None
 
 
 def gathered(root: Node) -> Tokens:

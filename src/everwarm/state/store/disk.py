@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import heapq
 import logging
 import os
 import sqlite3
@@ -31,6 +32,8 @@ from pathlib import Path
 from sys import intern
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
@@ -59,6 +62,7 @@ log = logging.getLogger("everwarm.disk")
 
 PINS = "pins.json"
 MAX_PINS = 4096
+MOST_TEXTS = 256  # objects whose items are read for drafts
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
 FEW_FILES, HEAD_START_S = 1000, 0.25  # opening waits for so long for the pass over so many files: all are known then
 _MAX_BYTES = 64 << 20
@@ -279,6 +283,20 @@ class Disk:
                 if kept is not None and kept.key == named.get(kept.n_items) and self._objects.is_whole(name):
                     return kept
         return None
+
+    def newest_texts(self, space: str, n_most: int) -> list[NDArray[np.int32]]:
+        """The items of the KV in a space, what was used last first, of at most so many items in all. A damaged file is
+        left to the first request that needs it."""
+        among = (kept for kept in self.objects() if kept.kind == "kv" and kept.space == space)
+        found: list[NDArray[np.int32]] = []
+        for kept in heapq.nlargest(MOST_TEXTS, among, key=lambda kept: kept.used_at):
+            with contextlib.suppress(Damaged), self._verified(kept.name) as opened:
+                items = opened.reader.read("items")
+                found.append(items[: len(items) // 4 * 4].view("<i4")[-n_most:])
+                n_most -= len(found[-1])
+            if n_most <= 0:
+                break
+        return found
 
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[ObjectReader]:
