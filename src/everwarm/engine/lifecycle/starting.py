@@ -44,7 +44,7 @@ class Starter:
     idle_cells: int  # of idle conversations, for each running request
 
     def start(self, request: Request) -> Seated:
-        """Admission has said that it may start."""
+        """For a request that was judged ``START``."""
         cache = self.cache
         ask = request.ask
         cache.ram_budget.awaited.pop(request.id, None)

@@ -4,7 +4,7 @@
 
 The files are authoritative; the index (SQLite, WAL) only records their content and how they were used. Opening lists
 the folder and reads from the index which of the files are states, and how long: enough to find one. Its header is read
-before it is given to anybody. A pass in the background reads the headers of all others and puts the index right,
+before it is given out. A pass in the background reads the headers of all others and puts the index right,
 whether it was missing, damaged, behind or wrong; nothing is evicted or forgotten before the pass is through. One
 process at a time holds a model's directory. Every failure is a miss: the tier reports that it is degraded and
 continues. Knows no tree and no libllama.

@@ -22,7 +22,7 @@ from everwarm.state.policy import HALF_LIFE_S
 from everwarm.state.store.index import IndexedObject
 
 MAX_MATCHES = 2000  # that are replayed in one call, because the caller holds a lock
-_NOBODY = -1
+_NONE = -1
 _NEVER = math.inf
 _ROUNDING = 1e-12  # a result expires earlier by this share of what its time was computed from
 _TICK_S = 1e-6
@@ -64,7 +64,7 @@ class EvictionOrder:
         self._free: list[int] = [0]
         self._states: list[IndexedObject | None] = [None]
         self._number = array("q", [0])  # of each leaf's state: in the order in which they came
-        self._winner = array("q", [_NOBODY, _NOBODY])
+        self._winner = array("q", [_NONE, _NONE])
         self._until = array("d", [_NEVER, _NEVER])
         self._n_put = 0
         self._now = -math.inf
@@ -105,12 +105,12 @@ class EvictionOrder:
     def first(self) -> IndexedObject | None:
         """The state to evict first, at the time of the last ``advance``, if that was True."""
         winner = self._winner[1]
-        return None if winner == _NOBODY else self._states[winner]
+        return None if winner == _NONE else self._states[winner]
 
     def _grow(self) -> None:
         """Doubles the number of leaves: the tree becomes the left half of a new one."""
         capacity = len(self._states)
-        winner = array("q", [_NOBODY]) * (4 * capacity)
+        winner = array("q", [_NONE]) * (4 * capacity)
         until = array("d", [_NEVER]) * (4 * capacity)
         at = 1
         while at <= capacity:
@@ -127,7 +127,7 @@ class EvictionOrder:
     def _set(self, leaf: int, kept: IndexedObject | None) -> None:
         self._states[leaf] = kept
         node = leaf + len(self._states)
-        self._winner[node] = _NOBODY if kept is None else leaf
+        self._winner[node] = _NONE if kept is None else leaf
         node //= 2
         while node:
             self._play(node)
@@ -147,7 +147,7 @@ class EvictionOrder:
         left = self._winner[2 * node]
         right = self._winner[2 * node + 1]
         until = min(self._until[2 * node], self._until[2 * node + 1])
-        if left == _NOBODY or right == _NOBODY:
+        if left == _NONE or right == _NONE:
             self._winner[node], self._until[node] = max(left, right), until
             return
         winner, loser = (left, right) if self._rank(left) < self._rank(right) else (right, left)
