@@ -70,6 +70,7 @@ NEVER = {
     "llama.media": ("llama.constraints",),
     "engine.core": (*IN_THE_PROCESS, "engine.verify", "engine.build"),
     "engine.cache": ("engine.core", *IN_THE_PROCESS, "engine.verify", "engine.slotfile"),
+    "engine.lifecycle": ("engine.core", *IN_THE_PROCESS, "engine.verify", "engine.build"),
     "engine.tiers": ("engine.core", "engine.process", "engine.inspect", "engine.verify", "engine.slotfile"),
     "engine.process": ("engine.verify",),
     "router.catalog": ("router.supervise", "router.pool", "router.plan"),
