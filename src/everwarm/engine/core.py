@@ -463,10 +463,7 @@ class Core:
         following = request.shifted(n_ctx) if finish is Finish.LENGTH else None
         if following is None:
             return self.finish(slot, request, finish, events, error)
-        self.cache.checkpointer.mark_end(slot)
-        slot.release()
-        slot.remember(request.ask.namespace)
-        slot.touch(time.monotonic())
+        self.keeper.leave_to_next(slot, request)
         self._requeue(following)
 
     def _catch_up(self, slot: Slot, request: Request, n_items: int) -> None:

@@ -69,6 +69,13 @@ class Keeper:
             if slot.n_fed == n_fed:  # else it was lost in the same step
                 self.checkpointer.take(slot, CutKind.END, logits=logits)  # parks or does nothing
 
+    def leave_to_next(self, slot: Slot, request: Request) -> None:
+        """The request leaves its slot, and another continues it. What was read stays, without a checkpoint."""
+        self.checkpointer.mark_end(slot)
+        slot.release()
+        slot.remember(request.ask.namespace)
+        slot.touch(time.monotonic())
+
     # when it ends
 
     def end(self, slot: Slot, request: Request, finish: Finish) -> Receipt | None:
