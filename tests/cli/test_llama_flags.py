@@ -253,12 +253,13 @@ def test_their_variables_are_read() -> None:
         "--mmap": False,
         "--slots-endpoint": False,
         "--metrics": True,
+        "--context-shift": False,
         "--api-key": "k1,k2",
     }
     assert unknown_variables(["LLAMA_ARG_CTX_SIZ", "LLAMA_ARG_CTX_SIZE", "PATH"]) == ["LLAMA_ARG_CTX_SIZ"]
 
 
-@pytest.mark.parametrize("variable", ["LLAMA_ARG_CONTEXT_SHIFT", "LLAMA_ARG_TOOLS"])
+@pytest.mark.parametrize("variable", ["LLAMA_ARG_RPC", "LLAMA_ARG_TOOLS"])
 def test_a_variable_may_be_refused(variable: str) -> None:
     with pytest.raises(BadRequest, match=variable):
         from_environment({variable: "1"})
