@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from everwarm.gateway.client import Client
-from everwarm.state.tools.inventory import Folder, Inspected, Lineage
 from everwarm.types import Json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what other commands take from here needs none of these
     from everwarm.engine.verify.verify_states import Report
+    from everwarm.gateway.client import Client
+    from everwarm.state.tools.inventory import Folder, Inspected, Lineage
 
 SHORT_KEY = 12
 _MOST_SHOWN = 50
