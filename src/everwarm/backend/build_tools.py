@@ -96,15 +96,17 @@ def _cuda_from_wheels(folder: Path, compiler: str, progress: Progress) -> Path:
 
 
 def _complete_toolkit(root: Path, compiler: str) -> None:
-    """Adds what a toolkit has and the wheels lack: names without a version for the linker, ``lib64``, and an empty library
-    in place of the driver's, which the loader replaces by the real one of the machine."""
+    """Adds what a toolkit has and the wheels lack: names without a version for the linker, ``lib64``, and a stub of the
+    driver's library: the linker sees its functions there, and the loader takes the machine's own."""
     for library in ("cudart", "cublas", "cublasLt"):
         _link(root / "lib" / f"lib{library}.so", f"lib{library}.so.{_CUDA_MAJOR}")
     _link(root / "lib64", "lib")
     stub = root / "lib/stubs/libcuda.so"
     stub.parent.mkdir(exist_ok=True)
-    command = [compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", str(stub), "-x", "c++", os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True)
+    functions = sorted(set(re.findall(r"\bcu[A-Z]\w*", (root / "include/cuda.h").read_text("utf-8", "replace"))))
+    source = "".join(f'extern "C" void {name}() {{}}\n' for name in functions)
+    command = [compiler, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(stub), "-x", "c++", "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True)
     if done.returncode != 0:
         raise EverwarmError(f"{compiler} cannot make a library: {last_line(done.stderr)}")
 
