@@ -35,6 +35,9 @@ export function ago(unix_s, now_s = Date.now() / 1000) {
 
 export const clock = (unix_ms) => new Date(unix_ms).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 
+export const tierName = (tier) => (tier === "ram" ? "RAM" : tier);
+export const tierPlace = (tier) => ({ device: "on the device", ram: "in RAM", disk: "on disk" })[tier] ?? `in ${tier}`;
+
 /** The promise, as parts of [class, figure, words]; `n_kept`: conversations that an earlier server left. */
 export function promised(overview, n_kept) {
   const { tokens, requests } = overview;
