@@ -16,8 +16,7 @@ from rich.table import Table
 
 from everwarm.backend import build_tools, compiling, installed, source_archive
 from everwarm.backend.installed import Kind
-from everwarm.cli.cache_output import size_text
-from everwarm.config import default_threads, require
+from everwarm.config import default_threads, require, size_text
 from everwarm.llama.abi import BUILD
 
 backend = cyclopts.App(

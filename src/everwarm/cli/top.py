@@ -15,7 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everwarm.cli.cache_output import readable, size_text
+from everwarm.cli.cache_output import readable
+from everwarm.config import size_text
 from everwarm.errors import EverwarmError
 from everwarm.gateway.client import Client
 from everwarm.types import Json
