@@ -44,7 +44,7 @@ export function promised(overview, n_kept) {
   if (requests.total === 0) return n_kept ? [["", count(n_kept), stillWarm(n_kept)]] : [["", "", "nothing read yet"]];
   const percent = overview.hit_rate > 0.995 && tokens.read ? 99 : Math.round(100 * overview.hit_rate);
   const saved = overview.seconds_saved;
-  return [["", `${percent} %`, "warm"], ["more", count(tokens.reused), "tokens not read"], ...(saved > 0 ? [["", duration(1000 * saved), "saved"]] : [])];
+  return [["", `${percent} %`, "warm"], ["more", count(tokens.reused), "tokens not read"], ...(saved > 0 ? [["saved", duration(1000 * saved), "saved"]] : [])];
 }
 
 export const stillWarm = (n) => `${n === 1 ? "conversation" : "conversations"} still warm`;
