@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from everwarm.config import Sampling
-from everwarm.engine import core as engine
 from everwarm.engine.core import Core
+from everwarm.engine.lifecycle import intake
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 
@@ -56,7 +56,7 @@ def install(_core: Core) -> None:
         def _next(self) -> int:
             return self._left.pop(0) if len(self._left) > 1 else self._left[0]
 
-    engine.Sampler = Scripted  # type: ignore[misc]
+    intake.Sampler = Scripted  # type: ignore[misc]
 
 
 def line_for(script: Sequence[Line], prompt: str) -> str:
