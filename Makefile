@@ -26,7 +26,7 @@ $(STAMP): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
-lock: ## renew requirements.lock from pyproject.toml
+lock: ## renew the locked requirements from pyproject.toml
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
@@ -35,6 +35,8 @@ lock: ## renew requirements.lock from pyproject.toml
 	  --no-header --no-annotate --extra scale pyproject.toml -o requirements.scale.lock
 	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes -c requirements.lock \
 	  --no-header --no-annotate --extra docs pyproject.toml -o requirements.docs.lock
+	$(VENV)-lock/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes -c requirements.lock \
+	  --no-header --no-annotate --extra remote --extra otel pyproject.toml requirements.build.in -o deploy/requirements.lock
 	rm -rf $(VENV)-lock
 
 fmt: $(STAMP) ## format the code

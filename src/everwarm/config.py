@@ -73,6 +73,15 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
+def size_text(n_bytes: float) -> str:
+    """``3.4 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n_bytes < 1024:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    return f"{n_bytes:.1f} TiB"
+
+
 def parse_mib(text: str) -> int:
     """The same, but a bare number means MiB, as in llama-server's flags."""
     return parse_bytes(f"{text}MiB" if text.strip().isdecimal() else text)

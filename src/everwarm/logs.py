@@ -32,7 +32,7 @@ def log_to_stderr(chosen: LogFormat | None = None) -> None:
         os.environ[FORMAT_VARIABLE] = chosen
     level = os.environ.get(LEVEL_VARIABLE, "INFO").upper()
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLine() if log_format() == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonLine() if log_format() == "json" else logging.Formatter(line_start() + _TEXT))
     handler.addFilter(RateLimit())
     logging.basicConfig(level=logging.getLevelNamesMapping().get(level, logging.INFO), handlers=[handler])
 
@@ -41,6 +41,11 @@ def log_format() -> LogFormat:
     """The format that the environment sets; anything but a known one is text."""
     chosen = os.environ.get(FORMAT_VARIABLE, "text").lower()
     return "json" if chosen == get_args(LogFormat)[1] else "text"
+
+
+def line_start() -> str:
+    """What a line on a terminal begins with: it clears a progress bar, which is drawn again below."""
+    return "\r\x1b[K" if sys.stderr.isatty() else ""
 
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"

@@ -1,10 +1,12 @@
 """Builds of libllama: the pinned source is fetched and checked, what is built is tried before it is used, and servers find
 it. The compiler is a stand-in but in a campaign, where libllama is built for this CPU and loaded."""
 
+import ctypes
 import hashlib
 import io
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,8 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from everwarm.backend import compiling, gpus, installed, source_archive
-from everwarm.backend.compiling import Tools, configure_command, share_done
+from everwarm.backend import build_tools, compiling, gpus, installed, source_archive
+from everwarm.backend.build_tools import Tools, find_tools
+from everwarm.backend.compiling import configure_command, share_done
 from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
@@ -24,6 +27,7 @@ from everwarm.llama.system.devices import warn_of_blind_build
 from support.campaign import CAMPAIGN
 
 ROOT = Path(__file__).parents[2]
+REAL_COMPILER = shutil.which("c++") or "c++"
 
 
 @pytest.fixture(autouse=True)
@@ -197,7 +201,7 @@ def path(tmp_path, monkeypatch) -> Path:
         "cmake",
         f'case "$1" in\n  -S) echo configured; mkdir -p "$4/bin" ;;\n'
         f'  --build) echo "[1/2] one"; echo "[2/2] two"; cp "{library_path()}" "$2/bin/libllama.so"; '
-        'ln -s libllama.so "$2/bin/libllama.so.1" ;;\nesac',
+        'ln -sf libllama.so "$2/bin/libllama.so.1" ;;\nesac',
     )
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr("shutil.which", _only_in(folder))
@@ -212,9 +216,18 @@ def _only_in(folder: Path):
     return which
 
 
+def quietly(doing: str, done: float) -> None:
+    pass
+
+
+def install(kind: installed.Kind, source: Path, progress=quietly, kept: Path | None = None) -> Path:
+    tools = find_tools(kind, installed.backends_directory() / ".tools", progress)
+    return compiling.install(kind, BUILD, source, tools, progress, jobs=2, kept=kept)
+
+
 def test_what_is_built_is_tried_then_put_in_place_and_used(path, pinned):
     seen: list[tuple[str, float]] = []
-    place = compiling.install("native", BUILD, pinned, lambda doing, done: seen.append((doing, done)), jobs=2)
+    place = install("native", pinned, lambda doing, done: seen.append((doing, done)))
     assert place == installed.folder_of("native", BUILD)
     assert [doing for doing, _ in seen] == ["unpacking", "configuring", "compiling", "compiling", "compiling"]
     assert seen[-1][1] == 1.0
@@ -229,7 +242,7 @@ def test_a_build_that_fails_says_its_last_lines_and_leaves_what_was_there(path, 
     before = put("native")
     program(path, "cmake", "echo something is missing; exit 1")
     with pytest.raises(EverwarmError, match=r"configuring failed; .*build\.log:\nsomething is missing"):
-        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+        install("native", pinned)
     assert (before / "libllama.so").read_bytes() == b"12345"
 
 
@@ -240,13 +253,13 @@ def test_a_build_that_fails_says_its_last_lines_and_leaves_what_was_there(path, 
 def test_what_cmake_leaves_unsaid_is_said(path, pinned, said, hint):
     program(path, "cmake", f"echo '{said}'; exit 1")
     with pytest.raises(EverwarmError, match=f"configuring failed .*{hint}"):
-        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+        install("native", pinned)
 
 
 def test_a_library_that_cannot_be_loaded_is_not_put_in_place(path, pinned):
     program(path, "cmake", 'if test "$1" = --build; then mkdir -p "$2/bin"; echo no > "$2/bin/libllama.so"; fi')
     with pytest.raises(EverwarmError, match="what was built cannot be used"):
-        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+        install("native", pinned)
     assert installed.all_backends() == []
 
 
@@ -258,7 +271,7 @@ def test_a_build_without_media_is_not_put_in_place(path, pinned):
         f'if test "$1" = --build; then mkdir -p "$2/bin"; {lost} "{library_path()}" > "$2/bin/libllama.so"; fi',
     )
     with pytest.raises(EverwarmError, match=r"cannot be used: .*has no function mtmd_image_tokens_get_nx"):
-        compiling.install("native", BUILD, pinned, lambda doing, done: None, jobs=1)
+        install("native", pinned)
     assert installed.all_backends() == []
 
 
@@ -271,20 +284,127 @@ def test_with_an_archive_and_the_tools_nothing_is_asked_of_the_network(path, pin
         raise AssertionError("pip was asked")
 
     monkeypatch.setattr(source_archive, "_download", no_network)
-    monkeypatch.setattr(compiling, "_from_wheels", no_network)
+    monkeypatch.setattr(build_tools, "_pip_install", no_network)
     cli.install(kind, archive=pinned, jobs=1)
     assert library_path() == installed.folder_of(kind, BUILD) / "libllama.so"
 
 
+def test_a_folder_for_the_build_is_kept_and_continued(path, pinned, tmp_path):
+    kept = tmp_path / "work"
+    seen: list[str] = []
+    install("native", pinned, kept=kept)
+    (kept / f"native-{BUILD}" / "build" / "object").touch()
+    (place,) = kept.glob("native-*/source/*/thirdparty/llama.cpp")
+    (place / "CMakeLists.txt").write_text("changed")
+    install("native", pinned, lambda doing, done: seen.append(doing), kept=kept)
+    assert (kept / f"native-{BUILD}" / "build" / "object").is_file() and "compiling" in seen
+    assert (place / "CMakeLists.txt").read_text() == "changed", "it was unpacked again"
+
+
+def test_where_there_is_no_terminal_progress_is_lines(path, pinned, capsys):
+    cli.install("native", archive=pinned)
+    told = capsys.readouterr().err.splitlines()
+    assert told[:5] == ["unpacking: 0%", "configuring: 0%", "compiling: 0%", "compiling: 50%", "compiling: 100%"]
+    assert "is used from now on" in " ".join(told[5:])
+
+
+# the tools
+
+
 @pytest.mark.parametrize(
-    ("kind", "gone", "said"),
-    [("native", "c++", "no C.. compiler"), ("cuda", "", "nvcc was not found"), ("vulkan", "", "glslc was not found")],
+    ("kind", "gone", "said"), [("native", "c++", "no C.. compiler"), ("vulkan", "", "glslc was not found")]
 )
 def test_a_tool_that_is_missing_is_named_before_anything_is_fetched(path, tmp_path, kind, gone, said):
     if gone:
         (path / gone).unlink()
     with pytest.raises(EverwarmError, match=said):
-        compiling.find_tools(kind, tmp_path / "tools")
+        find_tools(kind, tmp_path / "tools", quietly)
+
+
+@pytest.fixture
+def wheels(monkeypatch) -> list[str]:
+    """pip, which puts files where the wheels have them. Returns the packages that were asked for."""
+    asked: list[str] = []
+
+    def pip_install(packages, folder: Path, *_: str) -> None:
+        asked.extend(packages)
+        for name in (
+            "nvidia/cu13/bin/nvcc",
+            "nvidia/cu13/lib/libcudart.so.13",
+            "nvidia/cu13/include/cuda.h",
+            "cmake/data/bin/cmake",
+            "bin/ninja",
+        ):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("CUresult CUDAAPI cuMemCreate(int handle);\n")
+
+    monkeypatch.setattr(build_tools, "_pip_install", pip_install)
+    return asked
+
+
+def test_without_cmake_both_come_from_their_wheels(path, tmp_path, wheels):
+    (path / "cmake").unlink()
+    found = find_tools("native", tmp_path / "tools", quietly)
+    assert wheels == ["cmake", "ninja"]
+    assert Path(found.cmake).is_file() and found.ninja is not None and Path(found.ninja).is_file()
+    assert find_tools("native", tmp_path / "tools", quietly) == found and len(wheels) == 2, "they were fetched again"
+
+
+def test_without_nvcc_it_comes_from_its_wheels_and_what_they_lack_is_added(path, tmp_path, wheels):
+    program(path, "c++", f'PATH=/usr/bin:/bin exec {REAL_COMPILER} "$@"')
+    found = find_tools("cuda", tmp_path / "tools", quietly, tmp_path)
+    assert all(name.startswith("nvidia-") and name.endswith("==13.0.*") for name in wheels) and len(wheels) == 6
+    root = found.cuda_root
+    assert root is not None and found.nvcc == str(root / "bin/nvcc")
+    assert (root / "lib64/libcudart.so").is_file(), "the linker finds no library"
+    assert ctypes.CDLL(str(root / "lib/stubs/libcuda.so")).cuMemCreate is not None
+    command = configure_command("cuda", found, Path("s"), Path("b"), "89")
+    assert {f"-DCUDAToolkit_ROOT={root}", f"-DCMAKE_BUILD_RPATH={root}/lib"} < set(command)
+    find_tools("cuda", tmp_path / "tools", quietly, tmp_path)
+    assert len(wheels) == 6, "they were fetched again"
+
+
+def test_the_systems_nvcc_comes_first(path, tmp_path, wheels):
+    program(path, "nvcc", "exit 1")
+    assert find_tools("cuda", tmp_path / "tools", quietly) == Tools(str(path / "cmake"), None, str(path / "nvcc"))
+    assert wheels == []
+
+
+def test_an_nvcc_that_is_named_and_not_there_is_an_error(path, tmp_path, wheels, monkeypatch):
+    monkeypatch.setenv("CUDACXX", "/opt/none/nvcc")
+    with pytest.raises(EverwarmError, match="CUDACXX is '/opt/none/nvcc', which is no program"):
+        find_tools("cuda", tmp_path / "tools", quietly)
+    assert wheels == []
+
+
+@pytest.mark.parametrize(
+    ("version", "is_new_enough"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 2024", False),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build", True),
+        ("something else", True),
+    ],
+)
+def test_a_driver_that_is_too_old_for_the_wheels_is_told(path, tmp_path, wheels, version, is_new_enough):
+    program(path, "c++", "exit 0")
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(f"{version}\nGCC version: 12.2.0\n")
+    if is_new_enough:
+        assert find_tools("cuda", tmp_path / "tools", quietly, tmp_path).cuda_root is not None
+    else:
+        with pytest.raises(EverwarmError, match="needs driver 580 or newer, not 550"):
+            find_tools("cuda", tmp_path / "tools", quietly, tmp_path)
+        assert wheels == []
+
+
+def test_what_pip_cannot_install_is_said_with_its_reason(path, tmp_path, monkeypatch):
+    (path / "cmake").unlink()
+    for name, value in {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        EverwarmError, match=r"cmake .* was not found, and pip could not .*No matching.*: install CMake"
+    ):
+        find_tools("native", tmp_path / "tools", quietly)
 
 
 @pytest.mark.skipif(not CAMPAIGN, reason="compiles libllama; EVERWARM_CAMPAIGN=1")

@@ -222,7 +222,7 @@ def test_the_summary_at_the_start_says_what_was_loaded_and_what_the_disk_may_tak
     said = " ".join(server.log.split())
     assert "(qwen35 " in said and "?B" not in said
     assert re.search(
-        r"disk: about [\d,]+ MiB more in \S+; 943,718,400 were given, but the disk has not that much", said
+        r"kept on disk: up to [\d.]+ [GT]iB more in \S+ \(--disk-cache 900.0 TiB has no room there\)", said
     )
 
 

@@ -41,7 +41,8 @@ def test_one_picture_says_what_was_reused(server):
     assert shown.returncode == 0, shown.stderr
     assert f"{tokens['reused']:,} reused" in shown.stdout and f"{tokens['read']:,} read" in shown.stdout
     assert "everwarm-tiny  ready" in shown.stdout and shown.stdout.count("done") == 2
-    for tier in ("device", "ram", "disk"):
+    assert "…" not in shown.stdout, "it does not fit 80 columns"
+    for tier in ("device", "RAM", "disk"):
         assert f"\n{tier} " in shown.stdout
 
 

@@ -46,6 +46,21 @@ def test_conversations_are_found_by_their_words(kept):
     assert titles(kept) == ["About lamps", "About doors"]
 
 
+@pytest.mark.parametrize(
+    ("message", "title"),
+    [
+        ("# Notes on **lamps**\nmore", "Notes on lamps"),
+        ("See [the log](https://example.org/a) and `x = 1`", "See the log and x = 1"),
+        ("```python\nprint(2 * 3 * 4)\n```", "print(2 * 3 * 4)"),
+        ("\n\n- 2 ** 3 is eight", "2 ** 3 is eight"),
+        ("  \n", "New conversation"),
+    ],
+)
+def test_a_title_is_the_first_line_in_plain_words(tab, message, title):
+    made = tab.page.evaluate("async (text) => (await import('/page/talk.js')).titleOf(text)", message)
+    assert made == title
+
+
 def test_a_forgotten_conversation_can_be_brought_back(kept):
     page = kept.page
     page.get_by_role("button", name="Forget About lamps").click()

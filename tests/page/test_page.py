@@ -588,6 +588,15 @@ def test_where_it_is_not_allowed_no_download_is_offered(tab):
 # errors
 
 
+def is_cut(tab, width: int) -> bool:
+    """Whether the header's promise ends in dots in a window of this width."""
+    tab.page.set_viewport_size({"width": width, "height": 800})
+    cut: bool = tab.page.evaluate(
+        "(() => { const e = document.getElementById('promise'); return e.scrollWidth > e.clientWidth; })()"
+    )
+    return cut
+
+
 def test_a_server_that_is_gone_is_told_and_found_again(browser, server):
     with opened(browser, server.url, setup=setup(), refusals=(0,)) as tab:
         tab.page.wait_for_function("() => everwarm.feed.isOpen")
@@ -597,7 +606,8 @@ def test_a_server_that_is_gone_is_told_and_found_again(browser, server):
         assert "cannot be reached" in tab.page.locator("#banner").inner_text()
         tab.page.wait_for_selector(".failed")
         assert "cannot be reached" in tab.page.locator(".failed").inner_text()
-        assert "as of " in tab.page.locator("#promise").inner_text()
+        assert tab.page.locator("#promise").inner_text().startswith("as of ")
+        assert [width for width in (390, 1024, 1280) if is_cut(tab, width)] == []
         tab.go("models")
         assert "last seen" in tab.page.locator(".model .state").inner_text()
         assert tab.page.locator(".model button").is_disabled()

@@ -9,6 +9,7 @@ import pytest
 
 GATEWAY = "everwarm.cli.app, everwarm.gateway.server"
 ENGINE = "everwarm.engine.process.worker"
+BACKEND = "everwarm.cli.app, everwarm.cli.backend"
 TRIAL = "everwarm.llama.constraints.trial_worker"
 
 
@@ -23,9 +24,10 @@ def loaded(modules: str) -> set[str]:
     [
         (GATEWAY, {"numpy", "obstore", "PIL", "rich.progress", "everwarm.llama", "everwarm.engine.core"}),
         (ENGINE, {"asyncio", "obstore", "llguidance", "rich", "cyclopts", "starlette", "everwarm.gateway"}),
+        (BACKEND, {"numpy", "blake3", "starlette", "anyio", "jinja2", "huggingface_hub", "everwarm.engine.core"}),
         (TRIAL, {"everwarm.engine", "everwarm.state", "everwarm.gateway"}),
     ],
-    ids=["gateway", "engine", "trial"],
+    ids=["gateway", "engine", "backend", "trial"],
 )
 def test_a_process_starts_without_what_it_does_not_use(modules, unwanted):
     assert loaded(modules) & unwanted == set()

@@ -1,28 +1,23 @@
-"""Source to libraries: the tools that are needed, cmake's switches, the build with its progress, and a trial before the
-result gets its place."""
+"""Source to libraries: cmake's switches, the build with its progress, and a trial before the result gets its place."""
 
 from __future__ import annotations
 
 import collections
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
+from everwarm.backend.build_tools import Progress, Tools
 from everwarm.backend.installed import LIBRARY, Kind, backends_directory, folder_of
-from everwarm.backend.source_archive import unpack
+from everwarm.backend.source_archive import last_line, unpack
 from everwarm.errors import EverwarmError
-
-Progress = Callable[[str, float], None]  # what is being done, and how much of it: 0 to 1
 
 _NINJA = re.compile(r"\[(\d+)/(\d+)\]")
 _MAKE = re.compile(r"\[ *(\d+)%\]")
 _N_LAST = 15
-_CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 _SWITCHES: dict[Kind, tuple[str, ...]] = {
     "cuda": ("-DGGML_CUDA=ON",),
     "vulkan": ("-DGGML_VULKAN=ON",),
@@ -39,49 +34,6 @@ _ALWAYS += ["-DLLAMA_BUILD_MTMD=ON"]
 _TRIAL = "import sys, pathlib; from everwarm.llama.lib import Lib; Lib(pathlib.Path(sys.argv[1])).mtmd"
 
 
-@dataclass(frozen=True, slots=True)
-class Tools:
-    cmake: str
-    ninja: str | None
-    nvcc: str | None = None
-
-
-def find_tools(kind: Kind, wheels: Path) -> Tools:
-    """From PATH; cmake and ninja are installed from their wheels into ``wheels`` where the system has no cmake, or neither
-    ninja nor make. With both here nothing is asked of the network."""
-    if not any(map(shutil.which, (os.environ.get("CXX") or "c++", "g++", "clang++"))):
-        raise EverwarmError("no C++ compiler was found: install g++ or clang, or name one in CXX")
-    nvcc = _nvcc() if kind == "cuda" else None
-    if kind == "vulkan" and shutil.which("glslc") is None:
-        raise EverwarmError("glslc was not found: install the Vulkan SDK, or the packages libvulkan-dev and glslc")
-    cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
-    if cmake is None or (ninja is None and shutil.which("make") is None):
-        return _from_wheels(wheels, nvcc)
-    return Tools(cmake, ninja, nvcc)
-
-
-def _nvcc() -> str:
-    places = os.pathsep.join((os.environ.get("PATH", os.defpath), *_CUDA_FOLDERS))
-    found = shutil.which(os.environ.get("CUDACXX") or "nvcc", path=places)
-    if found is None:
-        raise EverwarmError(
-            "nvcc was not found: install the CUDA toolkit, and put nvcc on PATH or its path into CUDACXX"
-        )
-    return found
-
-
-def _from_wheels(folder: Path, nvcc: str | None) -> Tools:
-    cmake, ninja = folder / "cmake/data/bin/cmake", folder / "bin/ninja"
-    if not cmake.is_file():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        done = subprocess.run([*command, "--target", str(folder), "cmake", "ninja"], capture_output=True, text=True)
-        if done.returncode != 0 or not cmake.is_file():
-            raise EverwarmError(
-                "cmake with ninja or make was not found, and pip could not install them: install CMake 3.18 or newer"
-            )
-    return Tools(str(cmake), str(ninja) if ninja.is_file() else None, nvcc)
-
-
 def configure_command(kind: Kind, tools: Tools, source: Path, build: Path, architectures: str) -> list[str]:
     """Pure. ``architectures`` are CUDA's, like ``90``; ``native`` is the card of this machine."""
     command = [tools.cmake, "-S", str(source), "-B", str(build), *_ALWAYS, *_SWITCHES[kind]]
@@ -89,19 +41,28 @@ def configure_command(kind: Kind, tools: Tools, source: Path, build: Path, archi
         command += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tools.ninja}"]
     if kind == "cuda":
         command += [f"-DCMAKE_CUDA_ARCHITECTURES={architectures}", f"-DCMAKE_CUDA_COMPILER={tools.nvcc}"]
+    if tools.cuda_root is not None:  # else cmake takes parts of another toolkit, and the loader finds none of this one
+        command += [f"-DCUDAToolkit_ROOT={tools.cuda_root}", f"-DCMAKE_BUILD_RPATH={tools.cuda_root / 'lib'}"]
     return command
 
 
 def install(
-    kind: Kind, build: str, archive: Path, progress: Progress, *, jobs: int, architectures: str = "native"
+    kind: Kind,
+    build: str,
+    archive: Path,
+    tools: Tools,
+    progress: Progress,
+    *,
+    jobs: int,
+    architectures: str = "native",
+    kept: Path | None = None,
 ) -> Path:
     """Builds the libraries and puts them in their place, all at once. Returns the place.
 
-    A build that failed keeps its folder, and the next one continues it.
+    A build that failed keeps its folder, and the next one continues it. The folder ``kept`` stays after success, too.
     """
-    work = backends_directory() / f".building-{kind}-{build}"
+    work = backends_directory() / f".building-{kind}-{build}" if kept is None else kept.absolute() / f"{kind}-{build}"
     work.mkdir(parents=True, exist_ok=True)
-    tools = find_tools(kind, backends_directory() / ".tools")
     progress("unpacking", 0.0)
     source = work / "source"
     if not (work / "unpacked").exists():
@@ -113,7 +74,8 @@ def install(
     targets = ["--target", "llama", "mtmd", "-j", str(jobs)]
     _run([tools.cmake, "--build", str(out), *targets], work, "compiling", progress)
     place = _collect(out / "bin", folder_of(kind, build))
-    shutil.rmtree(work)
+    if kept is None:
+        shutil.rmtree(work)
     return place
 
 
@@ -166,8 +128,7 @@ def _collect(built: Path, place: Path) -> Path:
     trial = [sys.executable, "-c", _TRIAL, str(unfinished / LIBRARY)]
     done = subprocess.run(trial, capture_output=True, text=True)
     if done.returncode != 0:
-        said = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise EverwarmError(f"what was built cannot be used: {said}")
+        raise EverwarmError(f"what was built cannot be used: {last_line(done.stderr)}")
     shutil.rmtree(place, ignore_errors=True)
     unfinished.replace(place)
     return place

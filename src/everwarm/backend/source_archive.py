@@ -66,15 +66,19 @@ def _download(folder: Path) -> None:
     done = subprocess.run(
         command,
         env=os.environ | {"PYTHONPATH": str(stand_in.parent.resolve())},  # pip goes to other folders
-        stdout=sys.stderr,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
     )
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["pip says nothing"])[-1]
         raise EverwarmError(
-            f"pip could not fetch {NAME} ({last}); check the network, or give the file of another machine with --archive"
+            f"pip could not fetch {NAME} ({last_line(done.stderr)}); check the network, or give the file of another "
+            "machine with --archive"
         )
+
+
+def last_line(said: str) -> str:
+    """What a program that failed said at the end. Pure."""
+    return (said.strip().splitlines() or ["no message"])[-1]
 
 
 def require_digest(archive: Path) -> None:

@@ -346,7 +346,9 @@ def main() -> None:
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
-        Console(stderr=True).print(f"everwarm: {_in_words(error)}", style="red", markup=False, highlight=False)
+        told = Console(stderr=True)
+        said = f"everwarm: {_in_words(error)}"
+        told.print(said, style="red", markup=False, highlight=False, soft_wrap=not told.is_terminal)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

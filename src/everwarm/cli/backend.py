@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -12,10 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from everwarm.backend import compiling, installed, source_archive
+from everwarm.backend import build_tools, compiling, installed, source_archive
 from everwarm.backend.installed import Kind
-from everwarm.cli.cache_output import size_text
-from everwarm.config import default_threads, require
+from everwarm.config import default_threads, require, size_text
 from everwarm.llama.abi import BUILD
 
 backend = cyclopts.App(
@@ -33,6 +34,7 @@ def install(
     kind: Kind,
     *,
     archive: Path | None = None,
+    build_dir: Path | None = None,
     jobs: int | None = None,
     cuda_architectures: str = "native",
 ) -> None:
@@ -41,9 +43,12 @@ def install(
     Parameters
     ----------
     kind
-        cuda (NVIDIA; needs the CUDA toolkit), vulkan (needs its SDK), or native: this CPU's own instructions.
+        cuda (NVIDIA), vulkan (needs its SDK), or native: this CPU's own instructions.
     archive
         The source archive, for a machine without a network; default: pip downloads it.
+    build_dir
+        Compile in this folder and keep it: the next build there compiles only what changed; default: a folder that is
+        removed when all is done.
     jobs
         How many compilers run at once; default: as many as there are CPUs.
     cuda_architectures
@@ -55,21 +60,46 @@ def install(
         cuda_architectures.replace(";", "").replace("-", "").isalnum(), "--cuda-architectures takes numbers like 90"
     )
     console = Console(stderr=True)
-    compiling.find_tools(kind, installed.backends_directory() / ".tools")  # what is missing is said before the download
-    source = source_archive.fetch(installed.backends_directory() / ".source") if archive is None else archive
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(kind, total=1.0)
+    with _progress(console, kind) as progress:
+        # what is missing is said before the download
+        tools = build_tools.find_tools(kind, installed.backends_directory() / ".tools", progress)
+        source = archive or _fetched(progress)
         place = compiling.install(
             kind,
             BUILD,
             source,
-            lambda doing, done: bar.update(task, description=doing, completed=done),
+            tools,
+            progress,
             jobs=n_jobs,
             architectures=cuda_architectures,
+            kept=build_dir,
         )
     installed.use(kind, BUILD)
     console.print(f"libllama {BUILD} for {kind} is in {place}, and is used from now on", highlight=False, markup=False)
+
+
+def _fetched(progress: build_tools.Progress) -> Path:
+    progress("fetching the source", 0.0)
+    return source_archive.fetch(installed.backends_directory() / ".source")
+
+
+@contextmanager
+def _progress(console: Console, kind: Kind) -> Iterator[build_tools.Progress]:
+    """A bar in a terminal; elsewhere a line for each tenth."""
+    if not console.is_terminal:
+        told: set[tuple[str, int]] = set()
+
+        def tell(doing: str, done: float) -> None:
+            if (doing, int(done * 10)) not in told:
+                told.add((doing, int(done * 10)))
+                console.print(f"{doing}: {done:.0%}", highlight=False, markup=False)
+
+        yield tell
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(kind, total=1.0)
+        yield lambda doing, done: bar.update(task, description=doing, completed=done)
 
 
 @backend.command(name="list")

@@ -28,10 +28,9 @@ from everwarm.cli.cache_output import (
     print_report,
     readable,
     report_facts,
-    size_text,
     stored_tree,
 )
-from everwarm.config import cache_directory, parse_bytes, parse_duration, require
+from everwarm.config import cache_directory, parse_bytes, parse_duration, require, size_text
 from everwarm.errors import BadRequest
 from everwarm.gateway.client import Client
 from everwarm.state.tools import bundle, inventory, pruning

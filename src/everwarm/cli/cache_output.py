@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from everwarm.gateway.client import Client
-from everwarm.state.tools.inventory import Folder, Inspected, Lineage
+from everwarm.config import size_text
 from everwarm.types import Json
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what other commands take from here needs none of these
     from everwarm.engine.verify.verify_states import Report
+    from everwarm.gateway.client import Client
+    from everwarm.state.tools.inventory import Folder, Inspected, Lineage
 
 SHORT_KEY = 12
 _MOST_SHOWN = 50
@@ -32,14 +33,6 @@ PAGE = 1000
 
 def readable(text: str) -> str:
     return "".join(c if c.isprintable() else "·" for c in text)
-
-
-def size_text(n_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n_bytes < 1024:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1024
-    return f"{n_bytes:.1f} TiB"
 
 
 def _time_text(seconds: float) -> str:

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
-from everwarm.cli.cache_output import size_text
+from everwarm.config import size_text
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.gateway.client import Client

@@ -15,14 +15,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everwarm.cli.cache_output import readable, size_text
+from everwarm.cli.cache_output import readable
+from everwarm.config import size_text
 from everwarm.errors import EverwarmError
 from everwarm.gateway.client import Client
 from everwarm.types import Json
 
 REFRESH_S = 1.0
 N_REQUESTS = 12
-BAR_WIDTH = 24
+BAR_WIDTH = 16
 
 _COLORS = {"running": "bold", "failed": "red", "cancelled": "dim"}
 WARM, COLD = "#f58a54", "#6fb3d6"  # reused and read, as on the web page
@@ -110,7 +111,7 @@ def _tiers(overview: Json) -> Table:
     ram = tiers["ram"]
     disk = tiers["disk"]
     held = f"{ram['n_states']} states, {ram['n_segments']} segments"
-    table.add_row("ram", *_fill(ram), held)
+    table.add_row("RAM", *_fill(ram), held)
     if disk is not None:
         table.add_row("disk", *_fill(disk), _disk_status(disk))
     return table
@@ -143,12 +144,14 @@ def _slots(slots: list[Json], n_queued: int) -> Table:
 
 
 def _requests(rows: list[Json]) -> Table:
-    table = _table("when", "model", "status", "prompt", "reused", "", "read", "reply", "first token")
+    has_several = len({row["model"] for row in rows}) > 1  # else the first line names it
+    titles = ("when", *(["model"] if has_several else []), "status", "prompt", "reused", "", "read", "reply")
+    table = _table(*titles, "first token")
     for row in rows:
         first = "" if row["ttft_ms"] is None else f"{row['ttft_ms']:,.0f} ms"
         table.add_row(
             time.strftime("%H:%M:%S", time.localtime(row["at"])),
-            Text(readable(row["model"])),
+            *([Text(readable(row["model"]))] if has_several else []),
             Text(row["status"], _COLORS.get(row["status"], "")),
             f"{row['n_prompt']:,}",
             f"{row['n_cached']:,}",

@@ -19,6 +19,7 @@ class Speed:
     def __init__(self, seconds_per_token: float = FIRST_GUESS_S) -> None:
         self.seconds_per_token = seconds_per_token  # of a prompt
         self.n_measured = 0  # steps that read
+        self._recently_read = (0.0, 0.0)  # tokens and seconds, of which each step forgets a part
         self.write_s = 0.02  # for each token of all replies that are written together
         self.n_reply = FIRST_REPLY  # tokens of a reply, on average
         self._n_written = 0  # steps that only wrote
@@ -32,7 +33,9 @@ class Speed:
             self._n_written += 1
             return
         with self._lock:
-            self.seconds_per_token = _mixed(self.seconds_per_token, seconds / n_tokens, self.n_measured, _READ_MEMORY)
+            n_before, s_before = self._recently_read
+            self._recently_read = (_READ_MEMORY * n_before + n_tokens, _READ_MEMORY * s_before + seconds)
+            self.seconds_per_token = self._recently_read[1] / self._recently_read[0]  # a long step counts for more
             self.n_measured += 1
 
     def learn_reply(self, n_tokens: int) -> None:

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import uvicorn
 from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
 
 from everwarm import __version__
+from everwarm.config import size_text
 from everwarm.engine.process.messages import Placement
 from everwarm.engine.settings import DISK_FREE_SHARE
 from everwarm.errors import EverwarmError
@@ -244,7 +247,10 @@ def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) 
 
 def _print(console: Console, text: str, style: str | None = None) -> None:
     """Prints a line on the console; with JSON logs, logs it instead."""
-    console.print(text, style=style, markup=False, highlight=False)
+    for line in text.splitlines():
+        n_indent = len(line) - len(line.lstrip())
+        indented = Padding(Text(line.strip(), style or ""), (0, 0, 0, n_indent))  # also what is wrapped
+        console.print(indented if console.is_terminal else Text(line, style or ""), soft_wrap=not console.is_terminal)
     if console.quiet:
         log.log(logging.ERROR if style == "red" else logging.INFO, "%s", text.strip())
 
@@ -259,11 +265,11 @@ def _about(standing: Standing) -> str:
         return f"· {spec.id} ({info.description}): embeddings, pooling {info.pooling}, texts of up to {info.n_ctx:,} tokens"
     return (
         f"· {spec.id} ({info.description}, {info.memory_kind} memory)\n"
-        f"  {info.n_slots} slots share {info.n_ctx:,} tokens of context; "
-        f"{info.kv_bytes_per_token:,} bytes of KV per token, {info.state_bytes / _MIB:.1f} MiB per recurrent state\n"
-        f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens; "
-        f"{info.n_spares} on the device, {info.ram_bytes / _MIB:,.0f} MiB of RAM\n"
-        f"  disk: {_disk(standing)}{gpu_line(info.placement)}"
+        f"  context: {info.n_ctx:,} tokens, shared by {info.n_slots} slots\n"
+        f"  a token of KV has {info.kv_bytes_per_token:,} bytes, a recurrent state {size_text(info.state_bytes)}\n"
+        f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens\n"
+        f"  kept on the device: {info.n_spares} states; in RAM: up to {size_text(info.ram_bytes)}\n"
+        f"  kept on disk: {_disk(standing)}{gpu_line(info.placement)}"
     )
 
 
@@ -292,9 +298,8 @@ def _disk(standing: Standing) -> str:
     there = next(path for path in (place, *place.absolute().parents) if path.exists())
     room = int(DISK_FREE_SHARE * shutil.disk_usage(there).free)
     if room < store.disk_bytes:
-        wanted = f"{store.disk_bytes / _MIB:,.0f}"
-        return f"about {room / _MIB:,.0f} MiB more in {place}; {wanted} were given, but the disk has not that much room"
-    return f"up to {store.disk_bytes / _MIB:,.0f} MiB in {place}"
+        return f"up to {size_text(room)} more in {place} (--disk-cache {size_text(store.disk_bytes)} has no room there)"
+    return f"up to {size_text(store.disk_bytes)} in {place}"
 
 
 def _stop_on_signals(server: uvicorn.Server, gateway: Gateway, settings: ServerSettings) -> None:

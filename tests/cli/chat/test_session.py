@@ -105,6 +105,16 @@ def test_a_chat_with_the_embedded_model_brings_its_own_server_and_stops_it():
     assert done.returncode == 0 and "reused 0, read" in done.stdout
 
 
+def test_its_own_server_is_for_this_machine_and_called_with_the_key_of_the_environment(monkeypatch):
+    """As in the container, whose server listens on all addresses."""
+    monkeypatch.setenv("EVERWARM_SERVE_HOST", "0.0.0.0")
+    without = run_cli("chat", "--demo", text="Hello!\n")
+    monkeypatch.setenv("EVERWARM_SERVE_API_KEY", "a key that is long enough")
+    with_key = run_cli("chat", "--demo", text="Hello!\n")
+    assert (without.returncode, with_key.returncode) == (0, 0)
+    assert "reused 0, read" in without.stdout and "reused 0, read" in with_key.stdout
+
+
 def test_a_chat_with_a_file_that_is_none_says_why_once(tmp_path):
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"not a model")

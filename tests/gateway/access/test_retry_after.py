@@ -131,6 +131,19 @@ def test_the_first_measurement_replaces_the_guess():
     assert speed.seconds_per_token == 0.25, "many tokens are of a prompt"
 
 
+def test_the_short_steps_at_the_end_of_a_prompt_hardly_change_how_fast_prompts_are_read():
+    """A step has a cost of its own beside its tokens: of a prompt's last pieces each token takes long."""
+    speed = Speed()
+    for _ in range(5):
+        speed.learn(400, 0.4)
+    for _ in range(2):
+        speed.learn(40, 0.1)
+    assert 0.001 < speed.seconds_per_token < 0.0012
+    for _ in range(20):
+        speed.learn(400, 0.8)
+    assert speed.seconds_per_token > 0.0019, "the machine became slower, and that is learned"
+
+
 @pytest.mark.parametrize(("load_s", "expected"), [(None, None), (0.2, 1), (41.3, 42)])
 def test_an_engine_that_restarts_is_back_after_as_long_as_its_last_load_took(load_s, expected):
     async def ask() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -101,12 +102,14 @@ def _message(data: bytes) -> str:
 
 
 @contextlib.contextmanager
-def own_server(serve: list[str]) -> Iterator[str]:
-    """The address of a server that is started with these arguments, and stopped at the end.
+def own_server(serve: list[str]) -> Iterator[Client]:
+    """A server that is started with these arguments, and stopped at the end.
 
-    It has a session of its own: Ctrl-C in the terminal stops a reply, not the server.
+    It is for this machine alone, wherever other servers listen (``EVERWARM_SERVE_HOST``, as in a container), and is called
+    with the key that the environment gives it. It has a session of its own: Ctrl-C in the terminal stops a reply, not the
+    server.
     """
-    command = [sys.executable, "-m", "everwarm", "serve", *serve, "--port", "0"]
+    command = [sys.executable, "-m", "everwarm", "serve", *serve, "--host", "127.0.0.1", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     try:
@@ -120,7 +123,7 @@ def own_server(serve: list[str]) -> Iterator[str]:
             else:
                 raise EverwarmError(_reason(lines))
             threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never fills the pipe
-            yield found[0]
+            yield Client(found[0], os.environ.get("EVERWARM_SERVE_API_KEY"))
     finally:
         process.terminate()
         process.wait(15)

@@ -29,8 +29,8 @@ Enter sends, Alt-Enter begins a new line, Ctrl-C stops a reply; a line that begi
 
 def chat_locally(serve: list[str], system: str | None, temperature: float, max_tokens: int) -> int:
     """Chat with a server of one's own, started with these arguments of ``serve``."""
-    with own_server(serve) as url:
-        return chat_with(Client(url), None, system, temperature, max_tokens)
+    with own_server(serve) as client:
+        return chat_with(client, None, system, temperature, max_tokens)
 
 
 def chat_with(client: Client, model: str | None, system: str | None, temperature: float, max_tokens: int) -> int:

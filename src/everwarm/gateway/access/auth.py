@@ -17,15 +17,17 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from starlette.requests import Request
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from everwarm.config import require
 from everwarm.errors import BadRequest, Forbidden
+
+if TYPE_CHECKING:  # the command line reads key files and needs no HTTP
+    from starlette.requests import Request
+    from starlette.routing import Route
+    from starlette.types import Receive, Scope, Send
 
 log = logging.getLogger("everwarm.gateway")
 

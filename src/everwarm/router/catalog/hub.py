@@ -394,7 +394,7 @@ def _explained(wanted: HubName) -> Iterator[None]:
     except (httpx2.HTTPError, errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise ModelFileError(
             f"cannot reach the Hub for {wanted} ({type(error).__name__}); check the network, "
-            "what was loaded is kept and gone on with"
+            "and start it again: it continues where it stopped"
         ) from None
     except OSError as error:
         if error.errno == errno.ENOSPC:

@@ -27,7 +27,7 @@ import msgspec
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import ModelFileError
-from everwarm.logs import as_json, log_format
+from everwarm.logs import as_json, line_start, log_format
 from everwarm.memory_limits import address_space_limit, cgroup_limits, n_oom_kills
 from everwarm.router.catalog.gguf_header import read_header
 from everwarm.router.catalog.memory_estimate import loaded_bytes
@@ -74,7 +74,7 @@ class Stderr:
     def _pass_on(self, lines: list[bytes], *, is_json: bool) -> None:
         self._lines.extend(line.decode("utf-8", "replace") for line in lines)
         shown = (_as_json(line) if is_json and not line.startswith(b"{") else line for line in lines)
-        data = b"".join(line + b"\n" for line in shown)
+        data = line_start().encode() + b"".join(line + b"\n" for line in shown)
         with contextlib.suppress(OSError):  # this process's standard error is closed: the engine must continue
             while data:
                 data = data[os.write(_STDERR, data) :]

@@ -26,7 +26,7 @@ export class Headline {
   show() {
     const { overview } = this.feed;
     const parts = overview ? promised(overview, this.n_kept) : [["", "…", ""]];
-    if (this._lostAt) parts.push(["stale", `as of ${clock(this._lostAt)}`, ""]);
+    if (this._lostAt) parts.unshift(["stale", `as of ${clock(this._lostAt)}`, ""]);
     const shown = parts.map(([kind, figure, words]) => h("span", { class: kind || null }, figure && h("b", {}, figure), words && ` ${words}`));
     this.element.replaceChildren(...shown);
     this.element.toggleAttribute("data-stale", this._lostAt !== null);

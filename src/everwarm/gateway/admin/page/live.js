@@ -3,7 +3,7 @@
 import { drawBars, drawLines, percentile, rolling } from "./charts.js";
 import { h } from "./dom.js";
 import { Requests } from "./requests.js";
-import { bytes, count, duration, short } from "./words.js";
+import { bytes, count, duration, short, tierName } from "./words.js";
 
 const DRAW_MS = 250; // between two pictures
 const STATES = { starting: "starting", ready: "ready", restarting: "starting again", unhealthy: "down", stopped: "asleep" };
@@ -102,8 +102,8 @@ function tierMeters(tiers, engine) {
 function meter(tier, what, how_much, share) {
   const percent = (100 * Math.min(1, Math.max(0, share || 0))).toFixed(2);
   return h("div", { class: "meter" },
-    h("div", { class: "line" }, h("span", {}, h("b", {}, tier), h("span", { class: "muted" }, ` · ${what}`)), h("span", { class: "muted number" }, how_much)),
-    h("div", { class: `bar ${tier}`, role: "meter", "aria-label": tier, "aria-valuenow": percent, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuetext": how_much }, h("i", { style: { width: `${percent}%` } })));
+    h("div", { class: "line" }, h("span", {}, h("b", {}, tierName(tier)), h("span", { class: "muted" }, ` · ${what}`)), h("span", { class: "muted number" }, how_much)),
+    h("div", { class: `bar ${tier}`, role: "meter", "aria-label": tierName(tier), "aria-valuenow": percent, "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuetext": how_much }, h("i", { style: { width: `${percent}%` } })));
 }
 
 function slotPicture(engine) {

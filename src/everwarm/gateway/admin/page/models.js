@@ -4,7 +4,7 @@ import { ask, json, link } from "./api.js";
 import { button, find, h, say, twice } from "./dom.js";
 import { countEnds, layout } from "./layout.js";
 import { PullForm } from "./pull.js";
-import { bytes, count, trouble } from "./words.js";
+import { bytes, count, tierPlace, trouble } from "./words.js";
 
 const KEEP_LOOKING_MS = 400;
 
@@ -161,7 +161,7 @@ function context(model) {
 }
 
 function warm({ n, isMore, tiers }) {
-  const where = Object.entries(tiers ?? {}).filter(([, tier]) => tier?.bytes).map(([name, tier]) => `${bytes(tier.bytes)} in ${name === "ram" ? "RAM" : name}`);
+  const where = Object.entries(tiers ?? {}).filter(([, tier]) => tier?.bytes).map(([name, tier]) => `${bytes(tier.bytes)} ${tierPlace(name)}`);
   return [`${count(n)}${isMore ? " or more" : ""} ${n === 1 ? "conversation" : "conversations"}`, ...where].join(" · ");
 }
 

@@ -72,7 +72,9 @@ export function found(talk, text) {
   return null;
 }
 
+/** The first line of a message in plain words, without the marks of Markdown. */
 export function titleOf(text) {
-  const line = text.trim().split("\n")[0];
+  const lines = text.split("\n").map((line) => line.replace(/^\s*(#{1,6}\s+|>\s*|[-*+]\s+|```.*)/, "").replace(/!?\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/(\*\*|__|`)(.+?)\1/g, "$2").trim());
+  const line = lines.find(Boolean) ?? "";
   return line.length > 60 ? `${line.slice(0, 58)}…` : line || "New conversation";
 }

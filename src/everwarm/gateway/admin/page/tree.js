@@ -6,7 +6,7 @@ import { button, find, h, say, twice } from "./dom.js";
 import { layout, nearest } from "./layout.js";
 import { TreeData } from "./treedata.js";
 import { TreeDrawing } from "./treedraw.js";
-import { ago, bytes, count, trouble } from "./words.js";
+import { ago, bytes, count, tierName, tierPlace, trouble } from "./words.js";
 
 const CALM = matchMedia("(prefers-reduced-motion: reduce)");
 const FRAME_MS = 80;
@@ -38,7 +38,7 @@ export class Tree {
     this.counted = h("span", { class: "count number", id: "tree-count" });
     this.every = button("Every node", { class: "plain", id: "every-node", "aria-pressed": "false", title: "Every node on a place of its own, or the open conversation with the others as rows" }, () => this._toggleEvery());
     const zoom = (factor) => this.zoom(factor);
-    const legend = ["device", "ram", "disk"].map((tier) => h("span", { class: `chip ${tier}` }, tier));
+    const legend = ["device", "ram", "disk"].map((tier) => h("span", { class: `chip ${tier}` }, tierName(tier)));
     root.append(
       h("div", { class: "tree-head" }, h("h2", {}, "Prefix tree"), this.counted,
         h("div", { class: "row-end" }, button("−", { class: "icon", "aria-label": "Zoom out" }, () => zoom(1 / 1.4)),
@@ -330,7 +330,7 @@ export class Tree {
 }
 
 function summary(node) {
-  const where = node.id < 0 ? "only on disk" : `in ${node.checkpoint?.tiers.join(", ") || "no tier"}`;
+  const where = node.id < 0 ? "only on disk" : node.checkpoint?.tiers.map(tierPlace).join(", ") || "in no tier";
   const kept = node.checkpoint ? `checkpoint (${node.checkpoint.kind}) ${where}` : "no checkpoint";
   return `${count(node.end)} tokens · ${kept}${node.pinned ? " · pinned" : ""}`;
 }

@@ -35,13 +35,16 @@ export function ago(unix_s, now_s = Date.now() / 1000) {
 
 export const clock = (unix_ms) => new Date(unix_ms).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
 
+export const tierName = (tier) => (tier === "ram" ? "RAM" : tier);
+export const tierPlace = (tier) => ({ device: "on the device", ram: "in RAM", disk: "on disk" })[tier] ?? `in ${tier}`;
+
 /** The promise, as parts of [class, figure, words]; `n_kept`: conversations that an earlier server left. */
 export function promised(overview, n_kept) {
   const { tokens, requests } = overview;
   if (requests.total === 0) return n_kept ? [["", count(n_kept), stillWarm(n_kept)]] : [["", "", "nothing read yet"]];
   const percent = overview.hit_rate > 0.995 && tokens.read ? 99 : Math.round(100 * overview.hit_rate);
   const saved = overview.seconds_saved;
-  return [["", `${percent} %`, "warm"], ["more", count(tokens.reused), "tokens not read"], ...(saved > 0 ? [["", duration(1000 * saved), "saved"]] : [])];
+  return [["", `${percent} %`, "warm"], ["more", count(tokens.reused), "tokens not read"], ...(saved > 0 ? [["saved", duration(1000 * saved), "saved"]] : [])];
 }
 
 export const stillWarm = (n) => `${n === 1 ? "conversation" : "conversations"} still warm`;
