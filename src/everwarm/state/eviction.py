@@ -204,10 +204,11 @@ class Hand:
         if len(nodes) <= MAX_WEIGHED:
             return Part(nodes, is_whole=True)
         found: dict[Node, None] = {}
+        too_large: set[Node] = set()
         least = [node for node in self._least if root is None or node.root() is root]
         for start in islice(chain(least, self._next(root)), 4 * MAX_WEIGHED):
             if start not in found and self._tree.has(start):
-                found.update(dict.fromkeys(branch_around(start)))
+                found.update(dict.fromkeys(branch_around(start, too_large)))
             if len(found) >= MAX_WEIGHED:
                 break
         return Part(list(found), is_whole=False)
@@ -230,23 +231,32 @@ class Hand:
         yield from self._rounds[root]
 
 
-def branch_around(node: Node) -> list[Node]:
-    """The largest branch of few nodes that a node is part of; none if it has too many below it."""
+def branch_around(node: Node, too_large: set[Node]) -> list[Node]:
+    """The largest branch of few nodes that a node is part of; none if it has too many below it. ``too_large``: nodes
+    of which that is known; those that are found are added."""
     n_nodes = _n_below(node, MAX_BRANCH)
     if n_nodes > MAX_BRANCH:
         return []
-    top = node
-    while top.parent is not None and len(top.parent.children) <= MAX_BRANCH - n_nodes:
-        n_nodes = _n_below(top.parent, MAX_BRANCH)
+    top, above = node, node.parent
+    while above is not None and above not in too_large:
+        n_nodes = n_nodes + 1 if len(above.children) == 1 else _n_below(above, MAX_BRANCH)
         if n_nodes > MAX_BRANCH:
+            too_large.add(above)
             break
-        top = top.parent
+        top, above = above, above.parent
     return list(top.below())
 
 
 def _n_below(node: Node, most: int) -> int:
-    """How many nodes a branch has, up to one more than ``most``."""
-    return sum(1 for _ in islice(node.below(), most + 1))
+    """How many nodes a branch has; more than ``most``: any number above it."""
+    n_nodes, waiting = 1, [node]
+    while waiting:
+        children = waiting.pop().children
+        n_nodes += len(children)
+        if n_nodes > most:
+            break
+        waiting.extend(children.values())
+    return n_nodes
 
 
 # on disk
