@@ -200,15 +200,13 @@ class Hand:
 
     def part(self, root: Node | None = None) -> Part:
         """``root``: of the namespace that is swept; None: all of them are."""
-        nodes = list(islice(self._all(root), MAX_WEIGHED + 1))
-        if len(nodes) <= MAX_WEIGHED:
-            return Part(nodes, is_whole=True)
+        if sum(each.n_below for each in self._roots(root)) <= MAX_WEIGHED:
+            return Part(list(self._all(root)), is_whole=True)
         found: dict[Node, None] = {}
-        too_large: set[Node] = set()
         least = [node for node in self._least if root is None or node.root() is root]
         for start in islice(chain(least, self._next(root)), 4 * MAX_WEIGHED):
             if start not in found and self._tree.has(start):
-                found.update(dict.fromkeys(branch_around(start, too_large)))
+                found.update(dict.fromkeys(branch_around(start)))
             if len(found) >= MAX_WEIGHED:
                 break
         return Part(list(found), is_whole=False)
@@ -218,7 +216,10 @@ class Hand:
         self._least = list(islice(nodes, N_LEAST))
 
     def _all(self, root: Node | None) -> Iterator[Node]:
-        return chain.from_iterable(each.below() for each in ([root] if root else self._tree.roots()))
+        return chain.from_iterable(each.below() for each in self._roots(root))
+
+    def _roots(self, root: Node | None) -> list[Node]:
+        return [root] if root else self._tree.roots()
 
     def _next(self, root: Node | None) -> Iterator[Node]:
         """Goes on where the round was left; once it is over another one begins."""
@@ -231,32 +232,14 @@ class Hand:
         yield from self._rounds[root]
 
 
-def branch_around(node: Node, too_large: set[Node]) -> list[Node]:
-    """The largest branch of few nodes that a node is part of; none if it has too many below it. ``too_large``: nodes
-    of which that is known; those that are found are added."""
-    n_nodes = _n_below(node, MAX_BRANCH)
-    if n_nodes > MAX_BRANCH:
+def branch_around(node: Node) -> list[Node]:
+    """The largest branch of few nodes that a node is part of; none if it has too many below it."""
+    if node.n_below > MAX_BRANCH:
         return []
-    top, above = node, node.parent
-    while above is not None and above not in too_large:
-        n_nodes = n_nodes + 1 if len(above.children) == 1 else _n_below(above, MAX_BRANCH)
-        if n_nodes > MAX_BRANCH:
-            too_large.add(above)
-            break
-        top, above = above, above.parent
+    top = node
+    while top.parent is not None and top.parent.n_below <= MAX_BRANCH:
+        top = top.parent
     return list(top.below())
-
-
-def _n_below(node: Node, most: int) -> int:
-    """How many nodes a branch has; more than ``most``: any number above it."""
-    n_nodes, waiting = 1, [node]
-    while waiting:
-        children = waiting.pop().children
-        n_nodes += len(children)
-        if n_nodes > most:
-            break
-        waiting.extend(children.values())
-    return n_nodes
 
 
 # on disk
