@@ -90,7 +90,7 @@ def run() -> None:
 def measure(cell: Cell, budgets: Sequence[Budget] = RAM_ALONE) -> list[Found]:
     turns, curves = trace(cell.trace, cell.form, cell.seed), KNOWN[cell.curves]
     known = shares(turns)
-    whole = _whole_bytes(turns, known, curves)
+    whole = whole_bytes(turns, known, curves)
     return [_measure(cell, turns, known, budget, whole) for budget in budgets]
 
 
@@ -104,7 +104,7 @@ def _measure(cell: Cell, turns: list[TraceTurn], known: list[SharedPrefix], budg
     return Found(cell, budget, costs["ours"].n_prompt, n_new, reads, seconds)
 
 
-def _whole_bytes(turns: list[TraceTurn], known: list[SharedPrefix], curves: Curves) -> int:
+def whole_bytes(turns: list[TraceTurn], known: list[SharedPrefix], curves: Curves) -> int:
     n_tokens = sum(each.n_unavoidable for each in known) + sum(len(turn.reply) for turn in turns)
     return n_tokens * curves.kv_bytes_per_token + len(turns) * curves.state_bytes
 
