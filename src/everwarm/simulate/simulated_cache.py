@@ -2,7 +2,8 @@
 
 Uses the real tree, the real weighing and the real learning, with blobs that weigh what they would and take no memory.
 Requests run one after the other. The device keeps the KV of the conversations in its slots and the states in its spares;
-what leaves it is copied to RAM, and KV is copied at the end of every turn. An idle conversation leaves the device when
+what leaves it is copied to RAM. At the end of every turn its KV and the states that the next turn needs are copied, too,
+so that they outlive the engine. One spare holds the end of the last prompt. An idle conversation leaves the device when
 another one runs, unless RAM has no room for it.
 """
 
@@ -110,7 +111,7 @@ class SimulatedCache:
         self._read(slot, turn, match, n_items, continuation)
         slot.used_at = self._now
         self._write(slot, len(prompt))
-        self._save(slot)
+        self._save(slot, len(prompt))
         self.held.most = max(self.held.most, self.tree.ram_bytes)
         return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded, disk_bytes)
 
@@ -288,7 +289,7 @@ class SimulatedCache:
         self._running = [replace(running, node=node)]
         checkpoint = Checkpoint(kind, True, (), used_at=self._now)
         if self._device.n_spares:
-            if len(self._parked) == self._device.n_spares:
+            if len(self._parked) >= max(1, self._device.n_spares - 1):  # one is for the end of the prompt
                 self._unpark(self._oldest_parked(node))
             checkpoint.parked = SeqId(0)
             self._parked.append(node)
@@ -318,8 +319,15 @@ class SimulatedCache:
 
     # keeping
 
-    def _save(self, slot: _Slot) -> None:
-        self._copy_kv(slot)
+    def _save(self, slot: _Slot, n_prompt: int) -> None:
+        """Copies what the next turn needs of this one to RAM. It evicts others' entries first."""
+        kept = [node for node in slot.node.lineage() if node.checkpoint is not None]
+        needed = [n for n in kept if n.n_items < n_prompt][-1:] + [n for n in kept[-1:] if n.n_items > n_prompt]
+        with self.tree.pinned(slot.node):
+            for node in needed:
+                if node.checkpoint is not None and node.checkpoint.state is None:
+                    self.tree.set_state(node, self._new_state())
+            self._copy_kv(slot)
         self._enforce_budget()
 
     def _copy_kv(self, slot: _Slot) -> None:
