@@ -3,8 +3,8 @@
 Uses the real tree, the real weighing and the real learning, with blobs that weigh what they would and take no memory.
 Requests run one after the other. The device keeps the KV of the conversations in its slots and the states in its spares;
 what leaves it is copied to RAM. At the end of every turn its KV and the states that the next turn needs are copied, too,
-so that they outlive the engine. One spare holds the end of the last prompt. An idle conversation leaves the device when
-another one runs, unless RAM has no room for it.
+so that they outlive the engine. An idle conversation leaves the device when another one runs, unless RAM has no room for
+it.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class SimulatedCache:
         self._running = [replace(running, node=node)]
         checkpoint = Checkpoint(kind, True, (), used_at=self._now)
         if self._device.n_spares:
-            if len(self._parked) >= max(1, self._device.n_spares - 1):  # one is for the end of the prompt
+            if len(self._parked) == self._device.n_spares:
                 self._unpark(self._oldest_parked(node))
             checkpoint.parked = SeqId(0)
             self._parked.append(node)
