@@ -87,7 +87,7 @@ def _compared(turns: list[TraceTurn], share: float) -> str:
     try:
         shape = core.sizes.shape
         curves = Curves("engine", shape.state_bytes, shape.kv_bytes_per_token, 1e9, ((0, 1e-3),))
-        budget = core.ram_budget.n_bytes = int(share * whole_bytes(turns, shares(turns), curves))
+        budget = core.cache.ram_budget.n_bytes = int(share * whole_bytes(turns, shares(turns), curves))
         played = play(core, turns)
     finally:
         core.close()

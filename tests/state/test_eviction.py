@@ -294,7 +294,7 @@ def test_rounds_go_on_while_nodes_come_and_go():
 
 
 def test_parts_give_up_what_is_worth_least_in_the_whole():
-    """A tenth of the conversations is expected to come back: nearly all of them survive when two thirds of everything go."""
+    """A tenth of the conversations is expected to come back: nearly all survive when two thirds of everything go."""
     grove = many(200)
     ends = [node for node in grove.tree.nodes() if node.checkpoint is not None and not node.children]
     awaited = ends[::10]

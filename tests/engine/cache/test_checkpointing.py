@@ -154,9 +154,9 @@ def test_where_parking_takes_longer_than_a_copy_states_are_copied(cell_s, monkey
     monkeypatch.setattr(checkpointing, "PARK_S_PER_CELL", cell_s)
     with open_core(n_spares=3, n_slots=1) as core:
         run(core, PROMPT, stable=STABLE)
-        kept = [node.checkpoint for node in core.tree.nodes() if node.checkpoint is not None]
+        kept = [node.checkpoint for node in core.cache.tree.nodes() if node.checkpoint is not None]
         assert any(each.parked is not None for each in kept) is (cell_s == 0.0)
         assert run(core, [*PROMPT[:STABLE], *text(3, 20)]).n_cached == STABLE
     with open_core(n_spares=3, n_slots=1, ram_bytes=0) as core:
         run(core, PROMPT, stable=STABLE)
-        assert core.spares.parked(), "RAM holds none"
+        assert core.cache.residents.spares.parked(), "RAM holds none"
