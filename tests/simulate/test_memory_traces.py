@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from bench.policy import CLOSE, OTHERS, TUNED, Cell, measure
+from bench.policy import CLOSE, OTHERS, TUNED, Budget, Cell, measure
 from bench.workload.memory import trace
 
 from everwarm.simulate.curves import LARGE, Curves
@@ -27,7 +27,7 @@ NEAR = 0.02  # of the prompt tokens: engine and simulator
 @pytest.mark.parametrize(("name", "share"), [*zip(LOST, (0.1, 0.4, 0.1, 0.4), strict=True)])
 def test_ours_is_close_to_the_best_or_better(name, share):
     """With one of two budgets; in a campaign with both."""
-    found = measure(Cell(name, "blocks", TUNED, "27b"), [0.1, 0.4] if CAMPAIGN else [share])
+    found = measure(Cell(name, "blocks", TUNED, "27b"), [Budget(0.1), Budget(0.4)] if CAMPAIGN else [Budget(share)])
     assert [each.budget for each in found if each.ratio > CLOSE] == []
     assert sum(each.reads["ours"] for each in found) < min(sum(each.reads[o] for each in found) for o in OTHERS)
 

@@ -2,8 +2,9 @@
 
 Uses the real tree, the real weighing and the real learning, with blobs that weigh what they would and take no memory.
 Requests run one after the other. The device keeps the KV of the conversations in its slots and the states in its spares;
-what leaves it is copied to RAM, and KV is copied at the end of every turn. An idle conversation leaves the device when
-another one runs, unless RAM has no room for it.
+what leaves it is copied to RAM. At the end of every turn its KV and the states that the next turn needs are copied, too,
+so that they outlive the engine. An idle conversation leaves the device when another one runs, unless RAM has no room for
+it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from everwarm.state import policy as state_policy
 from everwarm.state.eviction import Hand, Part, Scales, weigh
 from everwarm.state.policy import GUARD, CutKind, KeptCheckpoint, Seat
 from everwarm.state.returns import Continuation, Returns, RunningVisit
-from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree
+from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree, first_message_end
 from everwarm.types import Blob, SeqId
 
 LOW_WATER = 0.97
+SHARED_S = 0.05  # of reading: below it a shared point is not written
 IDLE_CELLS = 256  # that other conversations may keep on the device while one runs
 _EMPTY = Prompt.of_tokens([])
 
@@ -109,7 +111,7 @@ class SimulatedCache:
         self._read(slot, turn, match, n_items, continuation)
         slot.used_at = self._now
         self._write(slot, len(prompt))
-        self._save(slot)
+        self._save(slot, len(prompt))
         self.held.most = max(self.held.most, self.tree.ram_bytes)
         return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded, disk_bytes)
 
@@ -172,17 +174,24 @@ class SimulatedCache:
         return n_bytes
 
     def _write(self, slot: _Slot, n_prompt: int) -> None:
-        """What the next turn needs of this one."""
+        """What the next turn needs of this one, and the points above it that other conversations may continue from."""
         if self._disk is None:
             return
-        kept = [node for node in slot.node.lineage() if node.checkpoint is not None]
-        before = [node for node in kept if node.n_items < n_prompt][-1:]
-        after = [node for node in kept if node.n_items > n_prompt][-1:] if self._continues_replies() else []
-        for node in (*before, *after):
+        lineage = slot.node.lineage()
+        kept = [node for node in lineage if node.checkpoint is not None and node.n_items < n_prompt]
+        first = first_message_end(lineage)
+        shared = [node for node in kept[:-1] if node is first or node.is_junction]
+        for node in (*kept[-1:], *(node for node in shared if self._curves.read_s(0, node.mark.n_tokens) >= SHARED_S)):
             self._disk.write(node, self._now)
 
-    def _continues_replies(self) -> bool:
-        return not self._policy.learns or self._returns.continues_replies
+    def _write_leaving(self, node: Node) -> None:
+        """A state that a next turn may need is written before RAM evicts it, while the disk has room."""
+        if self._disk is None or node.checkpoint is None or not self._disk.has_room:
+            return
+        kind = node.checkpoint.kind
+        continues = not self._policy.learns or self._returns.continues_replies
+        if kind is CutKind.STABLE or (kind is CutKind.REPLY and continues):
+            self._disk.write(node, self._now)
 
     # the device
 
@@ -310,8 +319,15 @@ class SimulatedCache:
 
     # keeping
 
-    def _save(self, slot: _Slot) -> None:
-        self._copy_kv(slot)
+    def _save(self, slot: _Slot, n_prompt: int) -> None:
+        """Copies what the next turn needs of this one to RAM. It evicts others' entries first."""
+        kept = [node for node in slot.node.lineage() if node.checkpoint is not None]
+        needed = [n for n in kept if n.n_items < n_prompt][-1:] + [n for n in kept[-1:] if n.n_items > n_prompt]
+        with self.tree.pinned(slot.node):
+            for node in needed:
+                if node.checkpoint is not None and node.checkpoint.state is None:
+                    self.tree.set_state(node, self._new_state())
+            self._copy_kv(slot)
         self._enforce_budget()
 
     def _copy_kv(self, slot: _Slot) -> None:
@@ -359,6 +375,7 @@ class SimulatedCache:
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         if is_state and node.checkpoint is not None:
+            self._write_leaving(node)
             if node.checkpoint.parked is not None:
                 self.tree.drop_state(node)
             else:

@@ -1,8 +1,8 @@
 """The disk of a simulated cache: a tree of its own, with blobs that weigh what they would.
 
-What the next turn of a conversation needs is written at the end of a turn: the state nearest to the prompt's end, that of
-the reply where turns continue from replies, and the KV before them. When the disk is full, what saves least goes first, by
-age and hits, as on the engine's disk.
+What the next turn of a conversation needs is written at the end of a turn: the state nearest to the prompt's end, those
+of shared points above it, and the KV before them. The end of a reply is written when RAM evicts it, where turns continue
+from replies. When the disk is full, what saves least goes first, by age and hits, as on the engine's disk.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ class SimulatedDisk:
                 self._tree.set_segment(each, Segment(blob, each.parent.mark, each.mark, True, (), items=items))
                 self.written_bytes += blob.nbytes
         self._shrink(now)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be written without evicting anything."""
+        return self._tree.ram_bytes < self.size.n_bytes
 
     def load_s(self, node: Node, n_bytes: int) -> float | None:
         """Seconds to load so many bytes of what a node in RAM keeps; None: they are not here."""

@@ -19,6 +19,7 @@ from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 MAX_WEIGHED = 384  # nodes at once; a larger tree is swept in parts
 MAX_BRANCH = 64  # nodes that are weighed together at least
 PART_SHARE = 0.125  # of the bytes of a part, at most, that one sweep evicts from it
+LEAST_SHARE = 0.5  # of the nodes of a part that come from those; the round gets the others
 N_LEAST = 64  # of the least valuable nodes that the next sweep weighs again
 MAX_ROUNDS = 16  # namespaces whose rounds are remembered
 
@@ -192,6 +193,8 @@ class Hand:
         self._tree = tree
         self._rounds: OrderedDict[Node | None, Iterator[Node]] = OrderedDict()
         self._least: list[Node] = []
+        self._large: Node | None = None  # the top of the last large branch
+        self._is_large_next = False
 
     @property
     def n_parts(self) -> int:
@@ -200,24 +203,42 @@ class Hand:
 
     def part(self, root: Node | None = None) -> Part:
         """``root``: of the namespace that is swept; None: all of them are."""
-        nodes = list(islice(self._all(root), MAX_WEIGHED + 1))
-        if len(nodes) <= MAX_WEIGHED:
-            return Part(nodes, is_whole=True)
+        if sum(each.n_below for each in self._roots(root)) <= MAX_WEIGHED:
+            return Part(list(self._all(root)), is_whole=True)
+        large, is_next = self._large, self._is_large_next
+        if is_next and large is not None and self._is_part(large, root):
+            self._is_large_next = False
+            return Part(list(large.below()), is_whole=False)
         found: dict[Node, None] = {}
         least = [node for node in self._least if root is None or node.root() is root]
-        for start in islice(chain(least, self._next(root)), 4 * MAX_WEIGHED):
-            if start not in found and self._tree.has(start):
-                found.update(dict.fromkeys(branch_around(start)))
-            if len(found) >= MAX_WEIGHED:
-                break
+        self._add(found, least, LEAST_SHARE * MAX_WEIGHED)
+        self._add(found, islice(self._next(root), 4 * MAX_WEIGHED), MAX_WEIGHED)
         return Part(list(found), is_whole=False)
+
+    def _add(self, found: dict[Node, None], starts: Iterable[Node], most: float) -> None:
+        """Adds the branches of these nodes, until there are so many nodes. A large branch is a part of its own: the next
+        one."""
+        for start in starts:
+            if len(found) >= most:
+                return
+            top = top_of_branch(start) if start not in found and self._tree.has(start) else None
+            if top is not None and top.n_below <= MAX_BRANCH:
+                found.update(dict.fromkeys(top.below()))
+            elif top is not None and top is not self._large:
+                self._large, self._is_large_next = top, True
+
+    def _is_part(self, top: Node, root: Node | None) -> bool:
+        return self._tree.has(top) and top.n_below <= MAX_WEIGHED and (root is None or top.root() is root)
 
     def note_least(self, nodes: Iterable[Node]) -> None:
         """What would have been evicted next."""
         self._least = list(islice(nodes, N_LEAST))
 
     def _all(self, root: Node | None) -> Iterator[Node]:
-        return chain.from_iterable(each.below() for each in ([root] if root else self._tree.roots()))
+        return chain.from_iterable(each.below() for each in self._roots(root))
+
+    def _roots(self, root: Node | None) -> list[Node]:
+        return [root] if root else self._tree.roots()
 
     def _next(self, root: Node | None) -> Iterator[Node]:
         """Goes on where the round was left; once it is over another one begins."""
@@ -230,23 +251,15 @@ class Hand:
         yield from self._rounds[root]
 
 
-def branch_around(node: Node) -> list[Node]:
-    """The largest branch of few nodes that a node is part of; none if it has too many below it."""
-    n_nodes = _n_below(node, MAX_BRANCH)
-    if n_nodes > MAX_BRANCH:
-        return []
-    top = node
-    while top.parent is not None and len(top.parent.children) <= MAX_BRANCH - n_nodes:
-        n_nodes = _n_below(top.parent, MAX_BRANCH)
-        if n_nodes > MAX_BRANCH:
-            break
-        top = top.parent
-    return list(top.below())
-
-
-def _n_below(node: Node, most: int) -> int:
-    """How many nodes a branch has, up to one more than ``most``."""
-    return sum(1 for _ in islice(node.below(), most + 1))
+def top_of_branch(node: Node) -> Node | None:
+    """The top of the largest branch of few nodes that a node is part of, or if it has more below it, of many; None: it
+    has too many."""
+    most = MAX_BRANCH if node.n_below <= MAX_BRANCH else MAX_WEIGHED
+    if node.n_below > most:
+        return None
+    while node.parent is not None and node.parent.n_below <= most:
+        node = node.parent
+    return node
 
 
 # on disk

@@ -500,7 +500,7 @@ class Returns:
         """Returns per request that would resume from each node, by its id: from kept checkpoints, or ``anywhere`` on a
         lineage. ``among``: whole branches of the tree; only their nodes are asked for. None: all are."""
         self._refresh()
-        sources = [source for source in self._sources(running) if among is None or source.end in among]
+        sources = list(self._sources(running, among))
         junctions = [
             (node, self._junction_times.density(junction.kind, self._age(junction.at)))
             for node, junction in self._junctions.items()
@@ -546,12 +546,12 @@ class Returns:
             found[node.id] += density
         return found
 
-    def _sources(self, running: Iterable[RunningVisit]) -> Iterator[_Source]:
-        for visit in self.visits.values():
-            if not visit.is_extended:
+    def _sources(self, running: Iterable[RunningVisit], among: Collection[Node] | None = None) -> Iterator[_Source]:
+        for node, visit in self.visits.items():
+            if not visit.is_extended and (among is None or node in among):
                 density = self._visit_times.density(visit.kind, self._age(visit.at))
                 yield _Source(visit.node, visit.n_prompt, visit.habit, density)
-        for each in running:
+        for each in running if among is None else [each for each in running if each.node in among]:
             density = self._visit_times.density(_class_of(each.continuation.hits), 1)
             yield _Source(each.node, each.n_prompt, each.continuation.habit, density)
 

@@ -47,11 +47,14 @@ class NodeIndex(Generic[N]):
 
     def came(self, node: N) -> None:
         node.n_pinned = sum(child.n_pinned for child in node.children.values())
+        node.n_below = 1 + sum(child.n_below for child in node.children.values())
+        _add_nodes(node.parent, 1)
         self.by_id[node.id] = node
         self.version += 1
 
     def went(self, node: N) -> None:
         unpin(node)
+        _add_nodes(node.parent, -1)
         self.by_id.pop(node.id, None)
         self.version += 1
 
@@ -72,6 +75,12 @@ def unpin(node: Node) -> None:
     if node.is_pinned:
         node.is_pinned = False
         _add_pins(node, -1)
+
+
+def _add_nodes(above: Node | None, n: int) -> None:
+    while above is not None:
+        above.n_below += n
+        above = above.parent
 
 
 def _add_pins(node: Node, n: int) -> None:
@@ -111,6 +120,7 @@ def check_tree(
 def _check_node(node: Node, key: Callable[[Prompt, int], int | bytes]) -> None:
     assert node.pins >= 0 and node.holders >= 0
     assert node.n_pinned == node.is_pinned + sum(child.n_pinned for child in node.children.values())
+    assert node.n_below == 1 + sum(child.n_below for child in node.children.values())
     for first, child in node.children.items():
         assert child.parent is node and child.n_items > node.n_items
         assert first == key(child.path, node.n_items)
@@ -215,6 +225,7 @@ class Node:
     id: int = field(default_factory=new_id)  # never another node's, nor one of an earlier engine
     is_pinned: bool = False  # by a user: evicted last
     n_pinned: int = 0  # pinned ones at or below it
+    n_below: int = 1  # nodes at or below it
 
     @property
     def start(self) -> int:

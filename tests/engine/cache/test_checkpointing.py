@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from everwarm.config import Sampling
+from everwarm.engine.cache import checkpointing
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
@@ -143,3 +144,19 @@ def test_where_replies_are_never_continued_their_ends_are_not_kept(monkeypatch):
         monkeypatch.setattr(type(core.cache.returns), "keeps_replies", False)
         assert talk(core, 3, strips=10)[CutKind.REPLY] == 0
         check(core)
+
+
+# parked or copied
+
+
+@pytest.mark.parametrize("cell_s", [0.0, 1.0])
+def test_where_parking_takes_longer_than_a_copy_states_are_copied(cell_s, monkeypatch):
+    monkeypatch.setattr(checkpointing, "PARK_S_PER_CELL", cell_s)
+    with open_core(n_spares=3, n_slots=1) as core:
+        run(core, PROMPT, stable=STABLE)
+        kept = [node.checkpoint for node in core.cache.tree.nodes() if node.checkpoint is not None]
+        assert any(each.parked is not None for each in kept) is (cell_s == 0.0)
+        assert run(core, [*PROMPT[:STABLE], *text(3, 20)]).n_cached == STABLE
+    with open_core(n_spares=3, n_slots=1, ram_bytes=0) as core:
+        run(core, PROMPT, stable=STABLE)
+        assert core.cache.residents.spares.parked(), "RAM holds none"

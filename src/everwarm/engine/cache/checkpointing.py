@@ -27,6 +27,9 @@ from everwarm.types import Blob, SeqId
 
 MAX_REPLY_NODES = 16  # of replies that are left aside together: more are conversations of their own
 _OF_REPLIES = {CutKind.REPLY, CutKind.END, CutKind.CANCEL}
+PARK_S_PER_CELL = 1e-7  # libllama puts each cell of the sequence into an ordered set (docs/benchmarks/scaling.md)
+COPY_BYTES_PER_S = 5e9  # of a state, to RAM
+PARK_S = 0.002  # parking that takes no longer is never avoided
 _OPTIONAL = (CutKind.EVERY, CutKind.LEARNED, CutKind.GUESS, CutKind.BOUNDARY, CutKind.BRANCH, CutKind.NEAR_END)
 
 
@@ -65,7 +68,8 @@ class Checkpointer:
             node.checkpoint.used_at = now
             self._upgrade(node, node.checkpoint, kind, logits)
             return
-        spare = self._spare_at_hand(kind) if self._context.can_be_parked(slot.seq) else None
+        may_park = self._context.can_be_parked(slot.seq) and self._is_parked_sooner(slot)
+        spare = self._spare_at_hand(kind) if may_park else None
         if kind is CutKind.END and spare is None:
             return
         if node.checkpoint is not None:
@@ -86,6 +90,13 @@ class Checkpointer:
         self._budget.enforce()
         if node.checkpoint is not checkpoint and kind in _OPTIONAL and not _is_deterministic(slot):
             slot.skip_cuts(kind)  # RAM is full of better ones
+
+    def _is_parked_sooner(self, slot: Slot) -> bool:
+        """Whether parking takes no longer than a copy to RAM, or RAM cannot hold one. Parking takes time for each cell of
+        a conversation, a copy only for the state: a very long one is copied."""
+        park_s = PARK_S_PER_CELL * self._context.cells.count(slot.seq)
+        is_quick = park_s <= max(PARK_S, self._state_bytes / COPY_BYTES_PER_S)
+        return is_quick or not self._budget.can_hold(self._state_bytes)
 
     def _captured(self, slot: Slot, kind: CutKind) -> Blob:
         """A suspended request goes on from its state, exactly."""
