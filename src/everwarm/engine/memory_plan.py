@@ -23,7 +23,7 @@ MAX_RAM_BYTES = 8 << 30
 MAX_SPARES = 16
 MAX_ROLLBACK = 4
 N_SNAPSHOTS = 3  # a head's draft: more than three tokens are seldom right, and each costs a state per sequence
-SNAPSHOT_SHARE = 0.1  # of the free memory, for snapshots of slots
+SNAPSHOT_SHARE = 0.25  # of the free memory, for snapshots of slots
 SLACK_BYTES = 16 << 20  # under a limit: buffers that steps compute in, and what the gateway takes for requests
 
 

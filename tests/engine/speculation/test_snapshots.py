@@ -157,9 +157,9 @@ def test_a_head_drafts_with_snapshots(question):
 def test_snapshots_are_taken_only_where_memory_is_plenty():
     shape, settings = MemoryShape(kv_bytes_per_token=1, state_bytes=100), EngineSettings(n_slots=4)
     needed = N_SNAPSHOTS * 5 * 100
-    assert _snapshots(settings, shape, 10 * needed, is_wanted=True) == N_SNAPSHOTS
-    assert _snapshots(settings, shape, 10 * needed - 10, is_wanted=True) == 0
-    assert _snapshots(settings, shape, 10 * needed, is_wanted=False) == 0
+    assert _snapshots(settings, shape, 4 * needed, is_wanted=True) == N_SNAPSHOTS
+    assert _snapshots(settings, shape, 4 * needed - 4, is_wanted=True) == 0
+    assert _snapshots(settings, shape, 4 * needed, is_wanted=False) == 0
     told = EngineSettings(n_slots=4, n_snapshots=2)
     assert _snapshots(told, shape, 0, is_wanted=False) == 2
 
