@@ -99,7 +99,7 @@ class Sequences(Closing):
             return None
         if mark == START:
             return self.drop(seq)
-        if self._window_is_gone(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+        if not self.window_reaches(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
             raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
         self._set_end(seq, mark)
         self._state_clean[seq] &= not self.kind.has_window  # the window stays where in the ring it was
@@ -123,11 +123,12 @@ class Sequences(Closing):
         """Whether it may have a second name now."""
         return self.kind.can_share_cells and not self._is_taken_back[seq]
 
-    def _window_is_gone(self, seq: SeqId, mark: Mark) -> bool:
-        """A sliding-window cache cuts anywhere without complaint, also where it no longer holds the window."""
+    def window_reaches(self, seq: SeqId, mark: Mark) -> bool:
+        """Whether a sequence can be cut to ``mark`` as far as its sliding window is concerned. Such a cache cuts anywhere
+        without complaint, also where it no longer holds the window."""
         if not self.kind.has_window:
-            return False
-        return int(self._lib.memory_seq_pos_min(self._mem, seq)) > max(0, mark.pos - self.model.n_swa)
+            return True
+        return int(self._lib.memory_seq_pos_min(self._mem, seq)) <= max(0, mark.pos - self.model.n_swa)
 
     def park(self, slot: SeqId, spare: SeqId) -> None:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""

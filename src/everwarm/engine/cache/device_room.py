@@ -84,10 +84,14 @@ class DeviceRoom:
 
     def vacate(self, slot: Slot, root: Node | None = None) -> None:
         """Empty a slot, which then stands at ``root`` or at its own; its conversation comes back from RAM."""
-        self._writer.save_kv(slot.seq, slot.node)
+        self.save(slot)
+        slot.vacate(root)
+
+    def save(self, slot: Slot, *, beyond: int = 0) -> None:
+        """Copies to RAM, and offers to the disk, what would be lost if the slot kept only its first ``beyond`` items."""
+        self._writer.save_kv(slot.seq, slot.node, beyond=beyond)
         if not slot.is_archived:
             self._tier_writer.offer(slot)
-        slot.vacate(root)
 
     def clear(self) -> None:
         """Empty all spares and all slots, which are idle."""

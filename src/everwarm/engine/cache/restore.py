@@ -283,11 +283,12 @@ class Restorer:
         best = next((node for node in match.usable if _leaves_work(node, goal.prompt)), None)
         n_kept = 0 if best is None else best.n_items
         is_clean = best is not None and best.checkpoint is not None and best.checkpoint.clean
-        if n - n_kept <= (GUARD if is_clean else 0):
-            return None
-        self._writer.save_kv(slot.seq, slot.node, beyond=n)
+        mark = goal.prompt.mark(n)
+        if n - n_kept <= (GUARD if is_clean else 0) or not self._context.window_reaches(slot.seq, mark):
+            return None  # nothing was changed: saving evicts, perhaps what was just loaded for this prompt
+        self._room.save(slot, beyond=n)
         try:
-            self._context.trim(slot.seq, goal.prompt.mark(n))
+            self._context.trim(slot.seq, mark)
         except TrimRefused:
             return None
         self._stand(slot, goal, match.path, n, ())
