@@ -82,7 +82,7 @@ OTHER_MODEL = ModelOptions(
     check_tensors=True,
 )
 OTHER_CONTEXT = ContextOptions(
-    2048, 512, 128, 3, 2, 1, "q8_0", "f32", "off", RopeOptions("linear", freq_scale=0.5), False, False, "q8_0"
+    2048, 512, 128, 3, 2, 2, 1, "q8_0", "f32", "off", RopeOptions("linear", freq_scale=0.5), False, False, "q8_0"
 )
 
 

@@ -218,7 +218,6 @@ ENGINE_SETTINGS: Mapping[str, ParameterRow] = {
     "mmproj": OTHERS["projector"],
     "n_slots": CONTEXT_PARAMS["n_seq_max"],
     "n_spares": CONTEXT_PARAMS["n_seq_max"],
-    "n_snapshots": CONTEXT_PARAMS["n_rs_seq"],
     "checkpoints": ParameterRow(_BITS, "where a prompt is cut into chunks; the chunks of a state are recorded in it"),
     "prefill_beside_decode": ParameterRow(_BITS, "how many tokens of a prompt go into a step beside others"),
     "finish_prefill_s": ParameterRow(_NONE, "what is read in idle time"),

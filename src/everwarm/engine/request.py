@@ -29,6 +29,7 @@ from everwarm.state.returns import Continuation
 
 MAX_PROBS = 100
 MIN_SHIFTED = 4  # items behind those that are kept, for a shift to drop some of them
+MAX_SHIFTS = 64  # of one reply: each reads a part of the context again
 
 _ids = itertools.count(1)
 
@@ -245,11 +246,11 @@ class Request:
         shift, n_more, before = self.ask.shift, self.ask.max_tokens - self.n_reply, self._as_before()
         if shift is None or n_more <= 0 or self.ask.prompt.media:
             return None
-        n_keep = min(before.n_prompt if shift.n_keep < 0 else shift.n_keep, n_ctx - MIN_SHIFTED)
+        n_keep = min(before.n_prompt if shift.n_keep < 0 else shift.n_keep, n_ctx // 2)
         n_left = self.n_items - n_keep
-        if n_left < MIN_SHIFTED:
+        if n_left < MIN_SHIFTED or before.n_shifts > MAX_SHIFTS:
             return None
-        n_discard = min(shift.n_discard or n_left // 2, n_left - 1)
+        n_discard = min(max(shift.n_discard or n_left // 2, n_left // 4), n_left - 1)
         codes = np.concatenate([self._codes[:n_keep], self._codes[n_keep + n_discard : self.n_items]])
         hints = {"boundaries": (), "stables": (), "breakpoints": (), "volatile": (), "joints": ()}
         prompt = Prompt.of_tokens(codes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ log = logging.getLogger("everwarm.responses")
 
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
+MAX_LISTED = 1_000  # answers that a list looks at: the newest
 _VERSION = 1
 
 _TABLES = (  # bodies are apart, because every use rewrites the row
@@ -76,6 +78,15 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(StoredResponse).decode
 
 
+class _Answer(msgspec.Struct, frozen=True):
+    """The part of a ``StoredResponse`` that a list shows."""
+
+    response: Json
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+
+
 class ResponseStore:
     """A disk error is logged and counts as a miss."""
 
@@ -111,14 +122,22 @@ class ResponseStore:
             log.warning("a response cannot be read: %s", error)
             return None
 
-    def listed(self, namespace: str, prefix: str) -> list[StoredResponse]:
-        """Those whose ids begin so, the oldest first."""
-        query = "SELECT id FROM responses WHERE namespace = ? AND substr(id, 1, ?) = ? ORDER BY rowid"
+    def listed(self, namespace: str, prefix: str, is_wanted: Callable[[Json], bool]) -> list[Json]:
+        """The answers whose ids begin so, the oldest first, of the newest so many; what they answer is not decoded. One
+        that is not wanted does not stay in memory."""
+        query = (
+            "SELECT responses.id FROM responses WHERE namespace = ? AND substr(responses.id, 1, ?) = ? ORDER BY rowid"
+        )
+        body = "SELECT body FROM bodies WHERE id = ?"
+        found: list[Json] = []
         try:
             with self._store.transaction() as database:
                 ids = [id for (id,) in database.execute(query, (namespace, len(prefix), prefix)).fetchall()]
-                found = (_read(database, namespace, id) for id in ids[-MAX_LINKS:])
-                return [kept for kept in found if kept is not None]
+                for id in ids[-MAX_LISTED:]:
+                    for (encoded,) in database.execute(body, (id,)):
+                        answer = _decode_answer(encoded).response
+                        found += [answer] if is_wanted(answer) else []
+                return found
         except (sqlite3.Error, OSError) as error:
             log.warning("stored answers cannot be listed: %s", error)
             return []

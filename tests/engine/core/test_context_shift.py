@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextShift
+from everwarm.engine import request
 from everwarm.engine.request import Finish
 from everwarm.prompt.prompt import Prompt
 from support.drive import drain, memory_of, open_core, record_logits, replay, run, submit, text
@@ -73,7 +74,15 @@ def test_the_cache_knows_what_was_read_and_nothing_else(arch):
 def test_it_shifts_as_often_as_it_must_and_ends_with_its_tokens():
     with open_core(n_ctx=N_CTX) as core:
         result = run(core, text(3, N_PROMPT), 700, shift=ContextShift(n_keep=-1, n_discard=7))
-        assert len(result.tokens) == 700 and result.n_shifts > 50 and result.n_prompt == N_PROMPT
+        assert len(result.tokens) == 700 and result.n_prompt == N_PROMPT
+        assert 10 < result.n_shifts < 700 / 7  # at least a quarter is dropped: each shift reads the rest again
+
+
+def test_a_reply_is_shifted_a_bounded_number_of_times(monkeypatch):
+    monkeypatch.setattr(request, "MAX_SHIFTS", 3)
+    with open_core(n_ctx=N_CTX) as core:
+        result = run(core, text(3, N_PROMPT), 700, shift=ContextShift(n_keep=0, n_discard=1))
+        assert result.n_shifts == 3 and len(result.tokens) < 700 and result.finish is Finish.LENGTH
 
 
 @pytest.mark.parametrize(

@@ -167,3 +167,21 @@ def test_a_browser_may_not(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_another_type_is_never_read(kind: str) -> None:
     assert ask("POST", "/completion", {"Content-Type": kind}, b"{}").status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "may"),
+    [
+        ("POST", "/v1/chat/completions", True),
+        ("POST", "/v1/chat/completions/input_tokens", True),
+        ("GET", "/v1/chat/completions", False),
+        ("GET", "/v1/chat/completions/chatcmpl-1", False),
+        ("GET", "/v1/chat/completions/chatcmpl-1/messages", False),
+        ("POST", "/v1/chat/completions/chatcmpl-1", False),
+        ("POST", "/v1/responses", True),
+        ("GET", "/v1/responses/resp_1", False),
+    ],
+)
+def test_a_star_opens_no_stored_conversation(method: str, path: str, may: bool) -> None:
+    assert may_call("https://evil.example", method, path, (), ("*",)) == may
+    assert may_call("http://localhost:3000", method, path, ("localhost",), ())  # the control: a page of this machine

@@ -32,7 +32,8 @@ def chat(server: Server, *contents: str, **more: Any) -> Any:
 
 
 def cache(answer: Any) -> Any:
-    return answer["timings"]["cache"]
+    """``/completion`` has it beside the timings, chats within them."""
+    return answer["cache"] if "cache" in answer else answer["timings"]["cache"]
 
 
 def common_prefix(server: Server, first: str, second: str) -> tuple[int, list[int], list[int]]:

@@ -57,6 +57,8 @@ TEXTS = {
     "/tokenize": "content",
     "/detokenize": "tokens",
     "/api/show": "model",
+    "/api/create": "model",
+    "/api/copy": "source",
     "/slots/0?action=erase": "filename",
     "/models/load": "model",
     "/models/unload": "model",
@@ -204,7 +206,10 @@ def test_every_endpoint_that_reads_a_body_is_tried_here():
     reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]
     taking = {route.path for route in reading if "refuse" not in route.name} | {"/render"}
     tried = {path.partition("?")[0].replace("/slots/0", "/slots/{id}") for path in (*MESSAGES, *TEXTS, *VECTORS)}
-    assert taking - {"/api/pull"} == tried, "a pull is refused unread, unless an admin of this server may"
+    unread = {"/api/pull", "/v1/responses/{id}/cancel"}
+    assert taking - unread == tried, (
+        "a pull is refused unread, unless an admin of this server may; a cancel has no body"
+    )
 
 
 @pytest.mark.parametrize("path", [*MESSAGES, *TEXTS, *VECTORS])

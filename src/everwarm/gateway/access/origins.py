@@ -31,6 +31,9 @@ GUARDED = (
     "/api/delete",
     "/api/blobs",
 )
+# What is stored there is a conversation; without more behind them these paths only answer requests.
+STORED = ("/v1/chat/completions", "/v1/responses")
+COUNTS = "/input_tokens"
 _EXPOSED = b"x-request-id, x-everwarm-ignored, retry-after"
 _PORTS = {"http": 80, "https": 443}
 
@@ -50,11 +53,19 @@ def may_call(origin: str, method: str, path: str, names: Collection[str], allowe
     found = _normal(origin)
     if found is not None and (host_of(origin) in names or found in map(_normal, allowed)):
         return True
-    return ANY in allowed and method != "DELETE" and not _is_guarded(path)
+    return ANY in allowed and method != "DELETE" and not _is_guarded(path) and not _is_stored(method, path)
 
 
 def _is_guarded(path: str) -> bool:
     return any(path == start or path.startswith(f"{start}/") for start in GUARDED)
+
+
+def _is_stored(method: str, path: str) -> bool:
+    """Whether it shows or changes stored conversations."""
+    start = next((start for start in STORED if path == start or path.startswith(f"{start}/")), None)
+    if start is None or path.endswith(COUNTS):
+        return False
+    return method == "GET" or path != start
 
 
 def is_preflight(method: str, headers: Headers) -> bool:

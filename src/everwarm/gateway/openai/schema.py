@@ -140,8 +140,8 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     response_format: dict[str, Any] | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
-    n_keep: Annotated[int, Meta(ge=-1, le=1 << 26)] | None = None  # where contexts are shifted; -1: the whole prompt
-    n_discard: Annotated[int, Meta(ge=0, le=1 << 26)] | None = None
+    n_keep: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None  # of a full context; -1: the whole prompt
+    n_discard: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     t_max_predict_ms: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
     post_sampling_probs: bool | None = None
     verbose: bool | None = None
@@ -180,7 +180,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def shift(self) -> ContextShift | None:
         """None: a full context ends the reply. What the server allows is in ``RequestDefaults``."""
-        return None if self.n_keep is None else ContextShift(self.n_keep, self.n_discard or 0)
+        return None if self.n_keep is None else ContextShift(max(-1, self.n_keep), max(0, self.n_discard or 0))
 
     def stops(self) -> tuple[str, ...]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -210,7 +210,9 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-Metadata = dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]]
+StoredMetadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
 
 
 class ChatBody(Body, frozen=True, kw_only=True):
@@ -230,7 +232,11 @@ class ChatBody(Body, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     store: bool | None = None
-    metadata: Annotated[Metadata, Meta(max_length=16)] | None = None
+    metadata: dict[str, Any] | None = None  # only what is stored has to be short texts
+
+    def __post_init__(self) -> None:
+        if self.store and self.metadata:
+            msgspec.convert(self.metadata, StoredMetadata)
 
     @property
     def n_probs(self) -> int | None:

@@ -6,10 +6,8 @@ They lie beside stored responses, each in its namespace. Nothing continues them:
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,7 +17,7 @@ from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.pages import page_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder
-from everwarm.gateway.openai.schema import ChatBody, Metadata
+from everwarm.gateway.openai.schema import ChatBody, StoredMetadata
 from everwarm.gateway.response_store import ResponseStore, StoredResponse
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.types import Json
@@ -29,13 +27,14 @@ METADATA_QUERY = "metadata["
 
 
 class UpdateBody(msgspec.Struct, frozen=True):
-    metadata: Annotated[Metadata, Meta(max_length=16)] | None
+    metadata: StoredMetadata | None
 
 
 class StoredChats:
     def __init__(self, gate: RequestGate, store: ResponseStore) -> None:
         self._gate = gate
         self._store = store
+        self._listing = asyncio.Semaphore(1)  # one list at a time: it reads much
 
     def routes(self) -> list[Route]:
         return [
@@ -57,10 +56,13 @@ class StoredChats:
         wanted = {
             name[len(METADATA_QUERY) : -1]: value for name, value in query.items() if name.startswith(METADATA_QUERY)
         }
-        kept = await asyncio.to_thread(self._store.listed, _namespace(request), PREFIX)
-        answers = [each.response for each in kept]
-        found = [answer for answer in answers if query.get("model") in (None, answer["model"])]
-        found = [answer for answer in found if wanted.items() <= answer["metadata"].items()]
+
+        def is_wanted(answer: Json) -> bool:
+            is_of_model = query.get("model") in (None, answer["model"])
+            return is_of_model and wanted.items() <= answer["metadata"].items()
+
+        async with self._listing:
+            found = await asyncio.to_thread(self._store.listed, _namespace(request), PREFIX, is_wanted)
         return json_response(page_of(found, dict(query), order="asc"))
 
     async def get(self, request: Request) -> Response:

@@ -107,6 +107,9 @@ class Listener(asyncio.Protocol):
                 self._on_message(body if isinstance(body, m.Failed) else m.read_to_gateway(body))
         except (ValueError, msgspec.MsgspecError) as error:
             self.ended.set_result(f"it sent a frame that cannot be read: {error}")
+        except Exception as error:
+            log.exception("a frame of the engine could not be passed on")
+            self.ended.set_result(f"a frame of it could not be passed on: {type(error).__name__}")
 
     def connection_lost(self, _exc: Exception | None) -> None:
         if not self.ended.done():
