@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions
-from everwarm.errors import BadRequest
+from everwarm.errors import BadRequest, TrimRefused
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
 from everwarm.types import Mark, Position, SeqId, TokenCount
@@ -103,6 +103,33 @@ def test_many_sequences_take_back_different_numbers_of_tokens(context):
     rows += append(context, (B, [8]))
     for row, tokens in zip(rows, ([*kept[0], 7], [*kept[2], 7], [*kept[1], 7, 8]), strict=True):
         assert np.abs(row - alone(context, tokens)).max() < NEAR_TIE
+    context.check()
+
+
+def test_a_decode_of_unequal_parts_has_no_snapshots(context):
+    """libllama splits it, and what lies between the parts is moved without its snapshots: the control takes tokens back all
+    the same, and goes on from another's state."""
+    prompts, drafted = [text(seed, 30) for seed in (1, 2, 3)], text(51, 4)
+    append(context, *zip((A, B, C), prompts, strict=True))
+    context.decode(
+        [
+            Feed(B, np.array(drafted, np.int32), context.end(B), True, N),
+            Feed(A, np.array([5], np.int32), context.end(A), True),
+            Feed(C, np.array([6], np.int32), context.end(C), True),
+        ]
+    )
+    with pytest.raises(AssertionError, match="more or fewer tokens"):
+        back(context, B, N)
+    context._has_snapshots[B] = True
+    back(context, B, N)
+    found = append(context, (B, [7]))[0]
+    assert np.abs(found - alone(context, [*prompts[1], drafted[0], 7])).max() > NEAR_TIE
+
+
+def test_a_state_is_cut_by_nothing_else(context):
+    append(context, (A, text(1, 60)))
+    with pytest.raises(TrimRefused):
+        context.trim(A, Mark(TokenCount(58), Position(58)))
     context.check()
 
 

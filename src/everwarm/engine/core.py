@@ -590,6 +590,7 @@ class Core:
             effect.slot.vacate()
             effect.slot.release()
             request.attempts += effect.has_failed
+            request.sampler.forget_failure()
             if effect.gives_up:
                 self.close_request(request, Finish.ERROR, events, error)
             else:

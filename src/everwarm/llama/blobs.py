@@ -129,7 +129,7 @@ def _stream(data: Blob) -> tuple[int, Blob, Blob] | None:
                     return None
                 end = _after_numbers(data, at + 4 * words * n_cells, n_cells)
                 at, n_found, body = end, n_cells, data[at:end]
-    except struct.error:
+    except (struct.error, OverflowError):
         return None
     return (n_found, body, data[at:]) if at <= len(data) and n_streams <= MAX_STREAMS else None
 
@@ -169,7 +169,7 @@ def _section(data: Blob, words: int, mark: Mark) -> tuple[int | None, Blob]:
         at = CELLS.size + 4 * words * n_cells
         if n_cells:
             at = _after_numbers(data, at, n_cells)
-    except struct.error:
+    except (struct.error, OverflowError):
         return None, data
     return (n_cells, data[at:]) if at <= len(data) else (None, data)
 

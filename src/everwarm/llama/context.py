@@ -140,8 +140,10 @@ class Context(Sequences):
         self._rows = rows
         self.n_decodes, self.n_fed = self.n_decodes + 1, self.n_fed + len(feeds)
         alone = len(feeds) == 1
+        is_even = len({len(feed.tokens) for feed in feeds}) == 1
         for feed in feeds:
             self._advance(feed, alone)
+            self._has_snapshots[feed.seq] = is_even
         if self.head is not None:
             self.head.read([HeadFeed(f.seq, f.tokens, f.start.pos, f.n_draft, f.is_for_head) for f in feeds])
 

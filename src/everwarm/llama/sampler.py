@@ -155,6 +155,10 @@ class Sampler(Closing):
         except DecodeFailed as error:
             self._ahead.append(error)
 
+    def forget_failure(self) -> None:
+        """The step is read again: that a row of it was no number says nothing of the next one."""
+        self._ahead = [picked for picked in self._ahead if not isinstance(picked, DecodeFailed)]
+
     def _taken(self) -> int | None:
         picked = self._ahead.pop()
         if isinstance(picked, DecodeFailed):

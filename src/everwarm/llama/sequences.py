@@ -45,6 +45,7 @@ class Sequences(Closing):
         self._state_clean = [True] * n_seqs
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
         self._is_taken_back = [False] * n_seqs  # its state is a snapshot
+        self._has_snapshots = [False] * n_seqs
         self.n_snapshots = int(self._lib.n_rs_seq(self._ptr))  # 0 where the architecture has none
         self.head = self._open_head(n_seqs) if model.has_head else None
 
@@ -99,6 +100,8 @@ class Sequences(Closing):
             return None
         if mark == START:
             return self.drop(seq)
+        if self.n_snapshots:
+            raise TrimRefused(f"sequence {seq} has a state, which only ``take_back`` cuts")
         if not self.window_reaches(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
             raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
         self._set_end(seq, mark)
@@ -108,10 +111,14 @@ class Sequences(Closing):
 
     def take_back(self, seq: SeqId, mark: Mark) -> None:
         """Cut a recurrent sequence back into its last decode, to one of its snapshots. It can be decoded, captured and
-        dropped then, but gets no second name before: libllama would give that the state from before the cut."""
+        dropped then, but gets no second name before: libllama would give that the state from before the cut.
+
+        Only if all sequences of that decode got as many tokens. Otherwise libllama splits it, moves states between the
+        parts, and leaves the snapshots of those that it moved behind, where others write."""
         self._check_seq(seq)
         n = self._end[seq].n_tokens - mark.n_tokens
         assert 0 < n <= self.n_snapshots, f"sequence {seq} has {self.n_snapshots} snapshots, not {n}"
+        assert self._has_snapshots[seq], f"sequence {seq} was decoded beside others that got more or fewer tokens"
         if not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
             raise TrimRefused(f"the last {n} tokens of sequence {seq} could not be taken back")
         self._set_end(seq, mark)

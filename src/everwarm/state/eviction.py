@@ -247,6 +247,7 @@ class Hand:
         while len(self._rounds) > MAX_ROUNDS:
             self._rounds.popitem(last=False)
         yield from going
+        self._large = None  # in the next round it is a part again
         self._rounds[root] = self._all(root)
         yield from self._rounds[root]
 

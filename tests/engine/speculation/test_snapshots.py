@@ -110,6 +110,21 @@ def test_many_requests_are_cut_in_one_step():
             assert regrets(core, prompt, results[request.id].tokens).max() < NEAR_TIE
 
 
+def test_replies_with_and_without_drafts_in_one_step_are_right():
+    """Steps of unequal parts: what libllama moves between them has no snapshots, so states are held there."""
+    prompts = [text(seed, 30 + seed) for seed in (1, 2, 3)]
+    texts = [[*prompt, *plain("qwen35", prompt, 30).tokens] for prompt in prompts]
+    for known in ([texts[1]], [texts[0], texts[2]], texts[:2]):
+        with snapshot_core(n_slots=3) as core:
+            always_draft(core, Scripted(known, [0, 1, 2, 99], 3))
+            requests = [submit(core, prompt, 30) for prompt in (prompts[1], prompts[0], prompts[2])]
+            results = drain(core)
+            for request in requests:
+                prompt = request.ask.prompt.codes.tolist()
+                assert regrets(core, prompt, results[request.id].tokens).max() < NEAR_TIE
+            assert core.speculator.counts.n_drafted > core.speculator.counts.n_draft_accepted > 0
+
+
 def test_a_draft_longer_than_the_snapshots_is_taken_back_as_without_them():
     prompt = text(1, 60)
     alone = plain("qwen35", prompt, 40)

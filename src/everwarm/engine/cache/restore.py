@@ -139,6 +139,7 @@ class Restorer:
         cut = self._cut_window(slot, goal, match, sources)
         if cut is not None:
             return cut
+        sources = self.sources(goal.prompt, goal.namespace)  # the attempt may have emptied the slot
         n_before = self._stats.n_quarantined
         for node in match.usable:
             restored = self._try(slot, goal, node, match, sources)

@@ -375,5 +375,6 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
         node = parent
     core.cache.returns.forget_pruned()
     core.cache.tree.forgotten.clear(namespace)
+    core.speculator.forget()
     core.cache.tiers.forget(content, namespace, beyond=node.n_items)
     return n

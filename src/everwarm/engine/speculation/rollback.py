@@ -37,12 +37,17 @@ class Rollback:
         can_hold = n_held < len(self._free) and self._context.can_be_parked(seq)
         return math.inf if self._is_attention or can_hold else self._context.n_snapshots
 
-    def begin(self, seq: SeqId, n_draft: int) -> None:
-        """The next decode may have to be taken back from this sequence."""
-        if n_draft > self.n_cut:
-            holder = self._free.pop()
-            self._context.hold_state(seq, holder)
-            self._holders[seq] = holder
+    def begin(self, seq: SeqId, n_draft: int, *, is_even: bool) -> bool:
+        """The next decode may have to be taken back from this sequence. ``is_even``: all its sequences get as many tokens;
+        only then there are snapshots. False: it could not be taken back."""
+        if self._is_attention or (is_even and n_draft <= self._context.n_snapshots):
+            return True
+        if not self._free or not self._context.can_be_parked(seq):
+            return False
+        holder = self._free.pop()
+        self._context.hold_state(seq, holder)
+        self._holders[seq] = holder
+        return True
 
     def cut(self, feed: Feed, n_kept: int) -> int:
         """Takes back all but the first ``n_kept`` tokens of what was decoded last. Returns how many are kept: none where

@@ -86,9 +86,12 @@ class Speculator:
             proposal = choice.proposal or computed.get(choice.slot.seq)
             if proposal is not None:
                 found[choice.grant.slot] = Draft(proposal.tokens[: choice.n], proposal)
-        for i, draft in found.items():
-            self.rollback.begin(slots[i].seq, len(draft.tokens))
-        return found
+        is_even = len({grant.n_tokens + _n_drafted(found, grant) for grant in grants}) == 1
+        return {
+            i: draft
+            for i, draft in found.items()
+            if self.rollback.begin(slots[i].seq, len(draft.tokens), is_even=is_even)
+        }
 
     def _chosen(
         self, grants: Sequence[Grant], slots: Sequence[Slot], shape: StepShape, n_rows_left: int, *, may_look: bool
@@ -198,6 +201,11 @@ def _may_draft(slot: Slot, request: Request, grant: Grant) -> bool:
     if not request.may_draft or request.ask.ahead or slot.n_fed < request.n_prompt:
         return False
     return slot.n_fed + grant.n_tokens == request.n_items and grant.n_tokens <= MAX_AGAIN
+
+
+def _n_drafted(drafts: dict[int, Draft], grant: Grant) -> int:
+    draft = drafts.get(grant.slot)
+    return 0 if draft is None else len(draft.tokens)
 
 
 def _n_replies(grants: Sequence[Grant], slots: Sequence[Slot]) -> int:

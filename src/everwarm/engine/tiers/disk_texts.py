@@ -6,6 +6,7 @@ and names; decides nothing.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,7 @@ class DiskTexts:
     def __init__(self, tiers: LowerTiers) -> None:
         self._tiers = tiers
         self._texts: dict[str, _Texts] = {}  # by namespace, the one that was asked for first at the beginning
+        self._lock = threading.Lock()
         self._n_forgotten = 0
         self._not_before = 0.0
 
@@ -52,20 +54,24 @@ class DiskTexts:
 
     def _ask(self, namespace: str, tokens: NDArray[np.int32]) -> None:
         asked = _Texts(tokens, self._tiers.disk.version, time.monotonic())
-        self._texts[namespace] = asked
-        while len(self._texts) > MOST_NAMESPACES:
-            del self._texts[next(iter(self._texts))]
+        with self._lock:
+            self._texts[namespace] = asked
+            while len(self._texts) > MOST_NAMESPACES:
+                del self._texts[next(iter(self._texts))]
         self._tiers.after_all(partial(self._read, namespace, asked, self._n_forgotten))
 
     def _read(self, namespace: str, asked: _Texts, n_forgotten: int) -> None:
         """Runs on the disk's thread."""
         space = short_key(root_key(self._tiers.fingerprint, namespace))
         parts = [part for text in self._tiers.disk.newest_texts(space, MOST_TOKENS) for part in (GAP, text)]
-        if parts and n_forgotten == self._n_forgotten and namespace in self._texts:
-            self._texts[namespace] = _Texts(np.concatenate(parts[::-1]), asked.version, asked.asked_at)
+        tokens = np.concatenate(parts[::-1]) if parts else GAP
+        with self._lock:
+            if n_forgotten == self._n_forgotten and namespace in self._texts:
+                self._texts[namespace] = _Texts(tokens, asked.version, asked.asked_at)
 
     def forget(self) -> None:
         """Texts were erased: what is known is forgotten, and what is being read now does not count."""
-        self._n_forgotten += 1
-        self._not_before = time.monotonic() + RENEW_S
-        self._texts.clear()
+        with self._lock:
+            self._n_forgotten += 1
+            self._not_before = time.monotonic() + RENEW_S
+            self._texts.clear()

@@ -262,7 +262,7 @@ class LowerTiers:
             if self._model_folder is not None:
                 self._model_folder.renew()
             if callable(job):
-                job()
+                self._call(job)
             else:
                 self._put(self.disk, job)
             del job  # and what it would write
@@ -306,6 +306,14 @@ class LowerTiers:
             log.info("the disk tier is in order again")
             self._has_healed.set()
         self._is_healing = False
+
+    @staticmethod
+    def _call(job: Done) -> None:
+        """Whatever it raises, others wait for this thread."""
+        try:
+            job()
+        except Exception:
+            log.exception("a job beside the disk tier's writing failed")
 
     def _put(self, disk: DiskTier, job: Job) -> None:
         try:
