@@ -123,7 +123,8 @@ def own_server(serve: list[str]) -> Iterator[Client]:
             else:
                 raise EverwarmError(_reason(lines))
             threading.Thread(target=process.stderr.read, daemon=True).start()  # so that its log never fills the pipe
-            yield Client(found[0], os.environ.get("EVERWARM_SERVE_API_KEY"))
+            keys = os.environ.get("EVERWARM_SERVE_API_KEY")
+            yield Client(found[0], keys and keys.split(",")[0].strip())  # the server takes several
     finally:
         process.terminate()
         process.wait(15)

@@ -15,17 +15,19 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.errors import BadRequest, NotFound, NotSupported
+from everwarm.errors import BadRequest, EverwarmError, NotFound, NotSupported
 from everwarm.gateway.ollama.schema import NamedBody, OllamaBody, OllamaChat, OllamaGenerate, OllamaMessage
 from everwarm.gateway.openai.schema import Name
 from everwarm.router.catalog.gguf_names import LATEST
 from everwarm.router.pool import Pool
+from everwarm.state.store.files import Files, make_folder
 from everwarm.types import Json
 
 log = logging.getLogger("everwarm.gateway")
 
 FILE = "ollama-models.json"
 MAX_DERIVED = 256
+ROLES = ("system", "user", "assistant", "tool")
 MAX_BYTES = 4 << 20  # of the file
 Text = Annotated[str, Meta(max_length=1 << 16)]
 B = TypeVar("B", bound=OllamaBody)
@@ -86,13 +88,14 @@ _decode = msgspec.json.Decoder(dict[str, DerivedModel]).decode
 
 
 class DerivedModels:
-    """Thread-safe. A file that cannot be read is left as it is, and a warning is logged."""
+    """Thread-safe. A file that cannot be read is left as it is: a warning is logged, and nothing new is stored."""
 
     def __init__(self, pool: Pool, directory: str | None) -> None:
         self._pool = pool
         self._path = None if directory is None else Path(directory).expanduser() / FILE
         self._lock = threading.Lock()
         self._known: dict[str, DerivedModel] | None = None  # None: not read yet
+        self._trouble: str | None = None  # why the file cannot be used
 
     def find(self, name: str | None) -> DerivedModel | None:
         return None if name is None else self._models().get(_plain(name))
@@ -116,6 +119,9 @@ class DerivedModels:
             base.messages if body.messages is None else body.messages,
         )
         own.applied(OllamaChat(messages=[OllamaMessage("user", "a")])).as_chat()  # what cannot be used is refused now
+        strange = next((message.role for message in own.messages if message.role not in ROLES), None)
+        if strange is not None:
+            raise BadRequest(f"a message has the role {strange[:40]!r}; give one of {', '.join(ROLES)}")
         self._put(name, own)
 
     def copy(self, body: CopyBody) -> None:
@@ -140,6 +146,8 @@ class DerivedModels:
     def _put(self, name: str, model: DerivedModel) -> None:
         if self._pool.catalog.named(name) is not None:
             raise BadRequest(f"{name[:100]} is the name of a model that is served here; choose another")
+        if not _plain(name).strip():
+            raise BadRequest("the model's name is empty; give one")
         with self._lock:
             known = {**self._read(), _plain(name): model}
             if len(known) > MAX_DERIVED:
@@ -154,23 +162,29 @@ class DerivedModels:
         if self._known is None:
             self._known = {}
             try:
-                if self._path is not None and self._path.stat().st_size <= MAX_BYTES:
+                if self._path is not None:
+                    if self._path.stat().st_size > MAX_BYTES:
+                        raise OSError(f"it has more than {MAX_BYTES:,} bytes")
                     self._known = _decode(self._path.read_bytes())
             except FileNotFoundError:
                 pass
             except (OSError, msgspec.MsgspecError) as error:
-                log.warning("%s cannot be used: %s", self._path, error)
+                self._trouble = f"{FILE} in the state directory cannot be used ({error}): repair it, or move it away"
+                log.warning("%s", self._trouble)
         return self._known
 
     def _write(self, known: dict[str, DerivedModel]) -> None:
+        if self._trouble is not None:
+            raise EverwarmError(self._trouble)
         data = msgspec.json.encode(known)
         if len(data) > MAX_BYTES:
             raise BadRequest(f"the derived models would have {len(data):,} bytes; at most {MAX_BYTES:,}")
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent, Files())
             aside = self._path.with_suffix(f".{os.getpid()}")
-            aside.write_bytes(data)
-            aside.chmod(0o600)
+            aside.unlink(missing_ok=True)
+            with open(os.open(aside, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(data)
             aside.replace(self._path)
         self._known = known
 

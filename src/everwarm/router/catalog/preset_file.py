@@ -32,6 +32,7 @@ _TEXTS = {
     "fa": "flash-attn",
     "pooling": "pooling",
 }
+MAX_NUMBER = 1 << 53
 _NUMBERS = {
     "ctx-size": "ctx-size",
     "c": "ctx-size",
@@ -123,9 +124,12 @@ def _number(text: str, where: str) -> int:
     if text in ("auto", "all"):
         return -1
     try:
-        return int(text)
+        number = int(text)
     except ValueError:
         raise BadRequest(f"{where} is {text[:40]!r}; give a whole number") from None
+    if abs(number) > MAX_NUMBER:
+        raise BadRequest(f"{where} is {text[:40]}; give at most {MAX_NUMBER}")
+    return number
 
 
 def _switch(text: str, where: str) -> bool:
