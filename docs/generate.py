@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from diagrams import conversation, edit, first_token, processes, tiers, turn
+from diagrams import conversation, drafts, edit, first_token, processes, tiers, turn
 from generating import api, commands, families, fingerprint, llama_flags, metrics, models_file, reasons, settings
 
 HERE = Path(__file__).parent
@@ -27,6 +27,7 @@ WRITERS: Mapping[str, Callable[[], str]] = {
     "reference/fingerprint.md": fingerprint.page,
     "dialects/llama-server.md": lambda: llama_flags.in_page((HERE / "dialects/llama-server.md").read_text()),
     "diagrams/conversation.svg": conversation.draw,
+    "diagrams/drafts.svg": drafts.draw,
     "diagrams/edit.svg": edit.draw,
     "diagrams/first-token.svg": first_token.draw,
     "diagrams/processes.svg": processes.draw,

@@ -28,8 +28,7 @@ def draw() -> str:
 def _bar(drawing: Drawing, y: float, name: str, colour: str, seconds: float, longest_s: float, more: str) -> None:
     length = max(3.0, WIDTH * seconds / longest_s)
     drawing.text(20, y + 14, name, bold=True)
-    drawing.parts.append(f'<rect x="{LEFT:g}" y="{y:g}" width="{length:.1f}" height="18" rx="3" fill="{colour}"/>')
-    drawing.text(LEFT + length + 8, y + 14, _time(seconds) + more)
+    drawing.bar(LEFT, y, length, _time(seconds) + more, colour=colour)
 
 
 def _time(seconds: float) -> str:

@@ -48,6 +48,11 @@ class Drawing:
         path = " ".join(f"{'M' if i == 0 else 'L'}{x:g} {y:g}" for i, (x, y) in enumerate(points))
         self.parts.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>')
 
+    def bar(self, x: float, y: float, length: float, words: str, *, colour: str) -> None:
+        """A bar of a chart, with what it says behind it."""
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{length:.1f}" height="18" rx="3" fill="{colour}"/>')
+        self.text(x + length + 8, y + 14, words)
+
     def dot(self, x: float, y: float, *, colour: str = WARM) -> None:
         self.parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{colour}" stroke="#ffffff" stroke-width="1.5"/>')
 
