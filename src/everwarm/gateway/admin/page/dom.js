@@ -25,14 +25,26 @@ export function say(words) {
   find("said").textContent = words;
 }
 
+const SURE_MS = 3000;
+const armed = new Map(); // until when a button waits for its second click, by its key: it may be drawn anew meanwhile
+
 /** A button that acts on the second press, within some seconds of the first. */
 export function twice(words, sure, attributes, listener) {
-  let isArmed = false;
+  const key = attributes["data-key"] ?? {};
   const made = button(words, attributes, () => {
-    if (isArmed) return listener();
-    isArmed = true;
-    made.textContent = sure;
-    setTimeout(() => { isArmed = false; made.textContent = words; }, 3000);
+    if (isArmed()) {
+      armed.delete(key);
+      return listener();
+    }
+    armed.set(key, performance.now() + SURE_MS);
+    show();
   });
+  const isArmed = () => (armed.get(key) ?? 0) > performance.now();
+  const show = () => {
+    made.textContent = isArmed() ? sure : words;
+    if (isArmed()) setTimeout(show, armed.get(key) - performance.now() + 1);
+    else armed.delete(key);
+  };
+  show();
   return made;
 }
