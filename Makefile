@@ -54,7 +54,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 # Compiled modules are kept, also where the environment says otherwise: every worker imports every test, and every engine is a new process.
 test: export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
-test: $(STAMP) browser tmux ## all tests but those of `check`, about 15 minutes on two cores
+test: $(STAMP) browser tmux ## all tests but those of `check`, under 10 minutes on two cores
 	@$(MAKE) --silent templates 2>/dev/null || echo "no chat templates could be fetched: the tests that need them are skipped"
 	@$(MAKE) --silent build/compat/.fetched >/dev/null 2>&1 || echo "llama-server's own tests could not be fetched: those that run some of them are skipped"
 	$(BIN)/python -m pytest $(PARALLEL) --ignore tests/scale --ignore tests/structure --durations 20
