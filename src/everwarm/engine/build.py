@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from everwarm.config import ModelOptions, default_threads
+from everwarm.config import ModelOptions
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
@@ -59,7 +59,6 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
-from everwarm.llama.sampler import PickPool
 from everwarm.llama.system.file_watch import WatchedFiles
 from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.llama.system.pinned_memory import loaded_runtime
@@ -74,7 +73,6 @@ log = logging.getLogger("everwarm.ram")
 
 _MIB = 1 << 20
 
-MAX_PICK_THREADS = 8
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
 
@@ -180,7 +178,6 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         starter=Starter(context, residents.slots, cache, admission, cut_planner, counts, settings.idle_cells),
         planner=_planner(opened, residents.slots, speed),
         speculator=speculator,
-        picks=_pick_pool(opened),
         keeper=Keeper(cache.checkpointer, cache.returns, cache.offload, prewarm, counts, finish_prefill_s),
         prewarm=prewarm,
         board=StatusBoard(residents.slots, queue, cache.tree, speed, counts),
@@ -260,13 +257,6 @@ def _has_gpu(opened: _Opened) -> bool:
     """Whether a GPU computes any of it."""
     options = opened.settings.model
     return options.n_gpu_layers != 0 and gpu_free_bytes(opened.model.lib, options) > 0
-
-
-def _pick_pool(opened: _Opened) -> PickPool | None:
-    """Where a GPU computes, most of the processor is idle."""
-    n_threads = min(MAX_PICK_THREADS, default_threads() // 2)
-    is_worth_it = opened.settings.n_slots > 1 and n_threads > 1 and _has_gpu(opened)
-    return PickPool(n_threads) if is_worth_it else None
 
 
 def _open_drafter(model: Model, settings: EngineSettings) -> ModelDrafter | None:

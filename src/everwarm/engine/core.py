@@ -43,7 +43,6 @@ from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
-from everwarm.llama.sampler import PickPool, Sampler
 from everwarm.llama.system.file_watch import WatchedFiles
 from everwarm.state.policy import CutKind
 
@@ -73,7 +72,6 @@ class Core:
     starter: Starter
     planner: StepPlanner
     speculator: Speculator
-    picks: PickPool | None  # None: one request after the other picks its token
     keeper: Keeper
     prewarm: PrewarmQueue
     board: StatusBoard
@@ -87,7 +85,7 @@ class Core:
         for request in self._requests():
             request.sampler.close()
         self.cache.close()
-        for part in (self.images, self.picks, self.speculator, self.context, self.model):
+        for part in (self.images, self.speculator, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -351,8 +349,6 @@ class Core:
 
     def _commit(self, feeds: list[Feed], drafts: dict[int, Draft], events: list[Event]) -> None:
         """Every row is read before anything else is decoded: what follows from a draft comes last."""
-        if self.picks is not None and len(feeds) > 1:
-            self._pick_ahead(self.picks, feeds, drafts)
         row = 0
         verified: list[Verified] = []
         for feed in feeds:
@@ -373,17 +369,6 @@ class Core:
                 events += verification.accept(self.speculator, each)
                 self._go_on(each.slot, each.request, each.picked[-1], events)
         self.speculator.end()
-
-    def _pick_ahead(self, picks: PickPool, feeds: list[Feed], drafts: dict[int, Draft]) -> None:
-        """The tokens of replies without drafts, together."""
-        row = 0
-        wanted: list[tuple[Sampler, int]] = []
-        for feed in feeds:
-            request = self.slots[feed.seq].request
-            if request is not None and feed.wants_logits and feed.seq not in drafts and request.ask.max_tokens:
-                wanted.append((request.sampler, row))
-            row += feed.n_rows
-        picks.look_ahead(self.context, wanted)
 
     def _pick_drafted(self, slot: Slot, request: Request, draft: Draft, row: int, events: list[Event]) -> list[Picked]:
         """Empty: the numbers were lost."""
@@ -590,7 +575,6 @@ class Core:
             effect.slot.vacate()
             effect.slot.release()
             request.attempts += effect.has_failed
-            request.sampler.forget_failure()
             if effect.gives_up:
                 self.close_request(request, Finish.ERROR, events, error)
             else:

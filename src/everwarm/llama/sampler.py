@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -26,7 +25,6 @@ from everwarm.llama.model import Model
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIROSTAT_M = 100  # tokens from which mirostat estimates
-MANY_LOGITS = 1 << 20  # of a step, from which threads are worth it
 _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never passed on
 
 
@@ -52,7 +50,6 @@ class Sampler(Closing):
         self._limit = limit
         self._n_candidates = n_candidates
         self.candidates: list[tuple[int, float]] = []
-        self._ahead: list[int | DecodeFailed | None] = []  # what was picked ahead: one token at most
         self._lib = model.lib
         self._vocab = model.vocab
         self._n_vocab = model.vocab.n_tokens
@@ -146,29 +143,8 @@ class Sampler(Closing):
         )
         return made
 
-    def look_ahead(self, logits: Logits) -> None:
-        """Picks from a row what the next ``pick`` gives. Another thread may do it, as long as only that one has this
-        sampler."""
-        try:
-            token = self.pick_from(logits)
-            self._ahead.append(None if token is None else _numeric(logits, token))
-        except DecodeFailed as error:
-            self._ahead.append(error)
-
-    def forget_failure(self) -> None:
-        """The step is read again: that a row of it was no number says nothing of the next one."""
-        self._ahead = [picked for picked in self._ahead if not isinstance(picked, DecodeFailed)]
-
-    def _taken(self) -> int | None:
-        picked = self._ahead.pop()
-        if isinstance(picked, DecodeFailed):
-            raise picked
-        return picked
-
     def pick(self, context: Context, row: int) -> int | None:
         """The next token after the last decode's ``row``, or ``DecodeFailed`` if the row is not numbers."""
-        if self._ahead:
-            return self._taken()
         return (
             self._pick(context, row)
             if self._limit is None
@@ -177,8 +153,6 @@ class Sampler(Closing):
 
     def pick_from(self, logits: Logits) -> int | None:
         """The same pick from a kept copy of a row, when nothing had to be decoded."""
-        if self._ahead:
-            return self._taken()
         return (
             self._pick_from(logits)
             if self._limit is None
@@ -252,30 +226,6 @@ class Sampler(Closing):
         if self._chain:
             self._lib.sampler_free(self._chain)
             self._chain = None
-
-
-class PickPool(Closing):
-    """Picks for several requests at once, on threads. Most of a pick is a walk over a row, which takes 0.1 ms for a large
-    vocabulary and needs no interpreter."""
-
-    def __init__(self, n_threads: int) -> None:
-        self._n_threads = n_threads
-        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix="everwarm-pick")
-
-    def look_ahead(self, context: Context, wanted: Sequence[tuple[Sampler, int]]) -> None:
-        """Has samplers pick from rows of the last decode; what they pick, ``Sampler.pick`` gives."""
-        if len(wanted) * context.model.vocab.n_tokens < MANY_LOGITS:
-            return
-        rows = [(sampler, context.logits(row)) for sampler, row in wanted]  # libllama is asked by this thread alone
-        list(self._pool.map(_look_ahead, (rows[i :: self._n_threads] for i in range(self._n_threads))))
-
-    def close(self) -> None:
-        self._pool.shutdown()
-
-
-def _look_ahead(rows: Sequence[tuple[Sampler, Logits]]) -> None:
-    for sampler, logits in rows:
-        sampler.look_ahead(logits)
 
 
 def _numeric(logits: Logits, token: int) -> int:
