@@ -15,6 +15,7 @@ import numpy as np
 
 from everwarm.engine.speculation.drafter import Proposal, Tokens
 from everwarm.engine.speculation.suffix_lookup import confidence_of, longest_match
+from everwarm.engine.tiers.disk_texts import GAP
 from everwarm.state.tree import Node, Tree
 
 MOST_TOKENS = 1 << 15
@@ -22,7 +23,6 @@ MOST_NODES = 1 << 11  # that are looked at
 MOST_NAMESPACES = 16
 GATHER_EVERY = 16
 MIN_MATCH = 4  # other conversations say less of this one than its own text does
-_GAP = np.array([-1], np.int32)  # between texts: no token is equal to it
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class TreeLookup:
         known, version = self._texts.pop(namespace, None), self._tree.census.version
         if known is None or (known.version != version and known.n_looks >= GATHER_EVERY):
             root = self._tree.namespaces().get(namespace)
-            known = _Texts(_GAP if root is None else gathered(root), version)
+            known = _Texts(GAP if root is None else gathered(root), version)
         known.n_looks += 1
         self._texts[namespace] = known
         while len(self._texts) > MOST_NAMESPACES:
@@ -85,7 +85,7 @@ def gathered(root: Node) -> Tokens:
     for node in nodes:
         start = max(0, node.start - MIN_MATCH)
         part = node.path.codes[start : node.n_items][-(MOST_TOKENS - n_tokens) :]
-        parts += [part, _GAP]
+        parts += [part, GAP]
         n_tokens += len(part) + 1
         if n_tokens >= MOST_TOKENS:
             break
