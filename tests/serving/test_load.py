@@ -163,7 +163,6 @@ def test_whoever_is_refused_is_told_when_to_come_back(server):
         refused = [server.post("/completion", ENDLESS) for _ in range(40)]
         waits = [int(reply.headers["retry-after"]) for reply in refused]
         assert {reply.status for reply in refused} == {429} and min(waits) >= 1 and 1 < max(waits) <= 600
-        assert waits[0] <= waits[-1], "who is refused later comes back later"
         assert all(f"in about {s} s" in r.json["error"]["message"] for r, s in zip(refused, waits, strict=True))
     until(server.is_idle, "nobody runs or waits")
 
