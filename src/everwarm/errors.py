@@ -3,9 +3,6 @@
 EverwarmError                    500  the server's own fault
 ├── BadRequest                   400  the caller's input
 │   ├── PromptTooLong            400  does not fit the context, and never will
-│   ├── PromptTextTooLong        400  the template writes more than any context holds; of gateway.chat
-│   ├── ThreadUnsupported        400  Anthropic's client sends only what is new, and sends all of it after this code
-│   ├── PixelsMissing            400  the engine needs an image that was not sent
 │   └── FrameTooLarge            400  does not fit one message between gateway and engine
 ├── Forbidden                    403  this caller may not do that; the code says why
 ├── NotFound                     404  no such route, model, node, response …; the code says what
@@ -28,14 +25,15 @@ EverwarmError                    500  the server's own fault
 ├── DirectoryTaken               500  another engine holds the state directory; of state.store
 ├── StoreFault                   500  the remote store refused, or did not answer: that is a miss; of state.remote
 ├── NotSupported                 501  an API has it, this server does not
-├── NoRoom                       503  no memory for that model
-├── EngineStopped                503  the engine is closing, or not loaded
-├── Draining                     503  the server is stopping
+├── EngineStopped                503  the engine or the server is closing, or a model is not loaded; the code says why
 └── HttpError                    any  what only HTTP knows: no valid key, a body that is too large, too slow or no JSON …
     └── Refused                  any  an engine's own error, with the status and code that it has there
 """
 
 from __future__ import annotations
+
+PIXELS_MISSING = "pixels_missing"  # the engine needs an image that it does not know; the gateway may have it
+THREAD_UNSUPPORTED = "thread_unsupported_request"  # Anthropic's client then sends the whole conversation
 
 
 class EverwarmError(Exception):
@@ -47,12 +45,10 @@ class BadRequest(EverwarmError):
     status = 400
     code = "invalid_request_error"
 
-
-class ThreadUnsupported(BadRequest):
-    code = "thread_unsupported_request"
-
-    def __init__(self) -> None:
-        super().__init__("thread is not supported: send the whole conversation as messages, without thread")
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        if code is not None:
+            self.code = code
 
 
 class PromptTooLong(BadRequest):
@@ -67,12 +63,6 @@ class PromptTooLong(BadRequest):
         self.n_context = n_context
 
 
-class PixelsMissing(BadRequest):
-    """The engine needs an image that it does not know; the gateway may have it."""
-
-    code = "pixels_missing"
-
-
 class FrameTooLarge(BadRequest):
     """Of a request to the engine, or of an answer to a question."""
 
@@ -81,7 +71,7 @@ class FrameTooLarge(BadRequest):
     def __init__(self, n_bytes: int, most: int) -> None:
         super().__init__(
             f"the request or its answer takes {n_bytes:,} bytes between gateway and engine, where {most:,} are the most: "
-            "shorten the prompt, send fewer or smaller pictures, or ask for less at once"
+            "shorten the prompt, send fewer or smaller images, or ask for less at once"
         )
 
 
@@ -164,26 +154,14 @@ class NotSupported(EverwarmError):
     code = "not_supported_error"
 
 
-class NoRoom(EverwarmError):
-    """A model does not fit beside what must stay."""
-
-    status = 503
-    code = "no_room_for_model"
-
-
 class EngineStopped(EverwarmError):
     status = 503
     code = "unavailable_error"
 
-    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: int | None = None, *, code: str = "unavailable_error") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-class Draining(EverwarmError):
-    status = 503
-    code = "unavailable_error"
-    retry_after_s = 5
+        self.code = code
 
 
 class HttpError(EverwarmError):

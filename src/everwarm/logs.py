@@ -82,7 +82,8 @@ class RateLimit(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
             return True
-        kind, now = (record.name, record.levelno, str(record.msg)), self._clock()
+        kind = (record.name, record.levelno, str(record.msg))
+        now = self._clock()
         since, n = self._seen.pop(kind, (now, 0))
         n_left_out = max(0, n - MOST_ALIKE)
         if now - since >= ALIKE_S:

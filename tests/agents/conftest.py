@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from support.openai_client import client, server
 from support.server import Server, serving
+
+__all__ = ["client", "scripted", "server", "work"]
 
 Scripted = Callable[..., AbstractContextManager[Server]]
 

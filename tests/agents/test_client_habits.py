@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import ollama
-import openai
 import pytest
 
 from everwarm.demo.tiny import TinySpec, write_tiny
 from everwarm.gateway.anthropic.client_tools import client_function
 from support.loops import FUNCTION
-from support.openai_client import openai_client
 from support.server import Server, serving, words
 
 QUIET = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(n_ctx=8192) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 # Anthropic

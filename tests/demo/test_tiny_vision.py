@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from gguf import GGUFReader
 
-from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_projector
 from everwarm.demo.tiny.vocab import N_BASE_TOKENS
 
 ARCHS = ("qwen35", "gemma3")
@@ -25,7 +25,7 @@ def tokens(path: Path) -> list[str]:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_same_spec_gives_the_same_bytes_and_another_seed_others(arch: str, tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a", "b", "c")]
-    sizes = [write_tiny_vision(path, spec(arch, seed=seed)) for path, seed in zip(paths, (0, 0, 1), strict=True)]
+    sizes = [write_tiny_projector(path, spec(arch, seed=seed)) for path, seed in zip(paths, (0, 0, 1), strict=True)]
     a, b, c = (path.read_bytes() for path in paths)
     assert a == b and a != c and sizes == [len(a), len(b), len(c)]
 
@@ -33,7 +33,7 @@ def test_the_same_spec_gives_the_same_bytes_and_another_seed_others(arch: str, t
 @pytest.mark.parametrize(("arch", "digest"), [("qwen35", "362d1e36062d1a25"), ("gemma3", "edf829e4a66ccb3e")])
 def test_a_known_spec_has_known_bytes(arch: str, digest: str, tmp_path: Path) -> None:
     """Fails when the files of an existing spec change, which would silently invalidate stored states."""
-    write_tiny_vision(tmp_path / "mmproj", spec(arch))
+    write_tiny_projector(tmp_path / "mmproj", spec(arch))
     assert hashlib.blake2b((tmp_path / "mmproj").read_bytes(), digest_size=8).hexdigest() == digest
 
 
@@ -58,7 +58,7 @@ def test_unused_tokens_come_behind_the_markers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_comes_out_is_as_wide_as_the_model(arch: str, tmp_path: Path) -> None:
-    write_tiny_vision(tmp_path / "mmproj", TinySpec(arch=arch, n_layers=4, width=192, vision=True))
+    write_tiny_projector(tmp_path / "mmproj", TinySpec(arch=arch, n_layers=4, width=192, vision=True))
     shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in GGUFReader(tmp_path / "mmproj").tensors}
     assert 192 in shapes.get("mm.2.weight", ()) + shapes.get("mm.input_projection.weight", ())
 
@@ -71,13 +71,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
     (tmp_path / "mmproj").write_bytes(b"old")
     monkeypatch.setattr("everwarm.demo.tiny.write.draw", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        write_tiny_vision(tmp_path / "mmproj", spec("qwen35"))
+        write_tiny_projector(tmp_path / "mmproj", spec("qwen35"))
     assert [file.name for file in tmp_path.iterdir()] == ["mmproj"] and (tmp_path / "mmproj").read_bytes() == b"old"
 
 
 def test_a_model_without_tokens_for_images_gets_no_projector(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give a spec with vision=True"):
-        write_tiny_vision(tmp_path / "mmproj", spec("qwen35", vision=False))
+        write_tiny_projector(tmp_path / "mmproj", spec("qwen35", vision=False))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
-from everwarm.engine.scheduling.adapter_turns import TURN_S, AdapterTurns
+from everwarm.engine.scheduling.step_plan import ADAPTERS_S, AdapterTurns
 from everwarm.errors import BadRequest
 from everwarm.state.namespace import adapted, is_volatile, owner_of, unverified
 from support.drive import check, drain, open_core, run, submit, text, tidy
@@ -107,7 +107,7 @@ def test_a_namespace_of_scales_belongs_to_its_owner() -> None:
 def test_a_group_runs_on_until_its_turn_is_over_and_every_group_has_one() -> None:
     turns = AdapterTurns()
     running = [None, (0.5,), (0.0,)]
-    seen = [turns.choose(running, i * TURN_S / 4) for i in range(1, 60)]
+    seen = [turns.choose(running, i * ADAPTERS_S / 4) for i in range(1, 60)]
     changes = [scales for scales, _ in itertools.groupby(seen)]
     assert set(changes[:3]) == set(running) and changes[:3] == changes[3:6]  # in rotation
     assert all(n >= 4 for n in [len(list(group)) for _, group in itertools.groupby(seen)][1:-1])

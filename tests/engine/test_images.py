@@ -10,16 +10,16 @@ import pytest
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
 from everwarm.engine.process.messages import SentImage
-from everwarm.engine.request import Ask, Result
+from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.cold_replay import compare_with_cold
-from everwarm.errors import BadRequest, PixelsMissing
+from everwarm.errors import PIXELS_MISSING, BadRequest
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged
 from everwarm.state.store.slot_file import Claim
 from support.drive import GUARD, check, drain, run, text, tidy
-from support.image_cores import ask, make_image, seeing_core
+from support.image_cores import answered, ask, bits, make_image, n_items, seeing_core
 from support.items import prompt_of
 from support.models import tiny_vision
 
@@ -27,26 +27,8 @@ CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 SEEING = ("qwen35", "gemma3")
 
 
-def look(core, parts: list, **more) -> Result:
-    request = ask(core, parts, **more)
-    result = drain(core)[request.id]
-    if result.error is not None:
-        raise result.error
-    core.context.check()
-    return result
-
-
-def bits(core, n_items: int) -> bytes:
-    slot = next(slot for slot in core.slots if slot.n_fed == n_items)
-    return core.context.capture(slot.seq).tobytes()
-
-
 A, B, C = text(1, 60), text(2, 40), text(3, 30)
 CAT, DOG = make_image(1), make_image(2)
-
-
-def n_items(parts: list) -> int:
-    return sum(1 if isinstance(part, SentImage) else len(part) for part in parts)
 
 
 @pytest.mark.parametrize("arch", SEEING)
@@ -66,34 +48,34 @@ def n_items(parts: list) -> int:
 def test_coming_back_past_images_gives_the_bits_of_never_having_left(arch, parts):
     new = text(9, 20)
     with seeing_core(arch, n_slots=1) as core:
-        first = look(core, parts)
+        first = answered(core, parts)
         assert first.n_cached == 0 and first.n_prompt > n_items(parts)
-        straight = look(core, [*parts, new])
+        straight = answered(core, [*parts, new])
         expected = bits(core, n_items(parts) + len(new) + 3)
         tidy(core)
         assert compare_with_cold(core, most=12).is_exact
-        look(core, [text(40, 50)], slot=0)  # the slot is given away
-        again = look(core, [*parts, new])
+        answered(core, [text(40, 50)], slot=0)  # the slot is given away
+        again = answered(core, [*parts, new])
         assert again.tokens == straight.tokens and again.n_processed <= GUARD + len(new)
         assert bits(core, n_items(parts) + len(new) + 3) == expected
         assert core.images.n_encoded == len({part.digest for part in parts if isinstance(part, SentImage)})
         check(core)
     with seeing_core(arch, n_slots=1) as core:
         other = [make_image(77, p.width, p.height) if isinstance(p, SentImage) else p for p in parts]
-        assert look(core, [*other, new]).n_cached == 0
+        assert answered(core, [*other, new]).n_cached == 0
         assert bits(core, n_items(parts) + len(new) + 3) != expected, "this test could not fail"
 
 
 @pytest.mark.parametrize("arch", SEEING)
 def test_there_is_a_checkpoint_right_before_and_right_after_every_image(arch):
     with seeing_core(arch, n_slots=1) as core:
-        look(core, [A, CAT, B, DOG, C])
+        answered(core, [A, CAT, B, DOG, C])
         tidy(core)
         ends = {node.n_items for node in core.cache.tree.nodes() if node.checkpoint is not None}
         assert {60, 61, 101, 102} <= ends
-        look(core, [text(50, 30)])
-        assert look(core, [A, DOG, B]).n_cached == 60, "another image of the same size is a miss from there on"
-        other = look(core, [A, CAT, text(60, 40)])
+        answered(core, [text(50, 30)])
+        assert answered(core, [A, DOG, B]).n_cached == 60, "another image of the same size is a miss from there on"
+        other = answered(core, [A, CAT, text(60, 40)])
         assert other.n_cached == core.images.item(CAT).n_tokens + 60, "other text after it reads only that text"
         assert core.images.n_encoded == 2
         check(core)
@@ -103,12 +85,12 @@ def test_there_is_a_checkpoint_right_before_and_right_after_every_image(arch):
 def test_fifty_restores_in_a_row_drift_nowhere(arch):
     with seeing_core(arch, n_slots=1) as core:
         parts = [A, CAT, B]
-        look(core, parts)
-        golden = look(core, [*parts, C])
+        answered(core, parts)
+        golden = answered(core, [*parts, C])
         state = bits(core, n_items(parts) + len(C) + 3)
         for i in range(50 if CAMPAIGN else 12):
-            look(core, [*parts, text(100 + i, 10)])
-            again = look(core, [*parts, C])
+            answered(core, [*parts, text(100 + i, 10)])
+            again = answered(core, [*parts, C])
             assert again.tokens == golden.tokens and bits(core, n_items(parts) + len(C) + 3) == state
             end = core.context.end(core.slots[0].seq)
             assert end.n_tokens == 60 + 40 + 30 + 3 + core.images.item(CAT).n_tokens
@@ -118,7 +100,7 @@ def test_positions_that_were_counted_as_tokens_would_be_seen():
     """The negative control: an image that pretends to take a position for every cell."""
     new = text(9, 20)
     with seeing_core(n_slots=1) as core:
-        right = look(core, [A, CAT, B, new])
+        right = answered(core, [A, CAT, B, new])
         expected = bits(core, n_items([A, CAT, B, new]) + 3)
         assert right.n_cached == 0
     with seeing_core(n_slots=1) as core:
@@ -155,33 +137,34 @@ def test_images_survive_the_engine_in_ram_and_on_disk(arch, tmp_path):
     parts, new = [A, CAT, B, DOG, C], text(9, 20)
     stable = n_items(parts)
     with seeing_core(arch, n_slots=1) as core:
-        look(core, [*parts, C], stable=stable)
+        answered(core, [*parts, C], stable=stable)
         tidy(core)
-        golden = look(core, [*parts, new])
+        golden = answered(core, [*parts, new])
         expected = bits(core, stable + len(new) + 3)
     memory = memory_file()
     store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
     with seeing_core(arch, n_slots=1, memory=memory, store=store) as core:
-        look(core, [*parts, C], stable=stable)
+        answered(core, [*parts, C], stable=stable)
         core.put_away()
     for where in ({"memory": memory}, {"store": store}):
         with seeing_core(arch, n_slots=1, **where) as core:
-            again = look(core, [*parts, new], with_pixels=False)  # the images themselves are not needed
+            again = answered(core, [*parts, new], with_pixels=False)  # the images themselves are not needed
             assert again.tokens == golden.tokens and again.n_prompt - again.n_cached == len(new)
             assert bits(core, stable + len(new) + 3) == expected
             assert core.images.n_encoded == 0
-            assert "memory" not in where or look(core, [A, DOG, B]).n_cached == 60
+            assert "memory" not in where or answered(core, [A, DOG, B]).n_cached == 60
             check(core)
     os.close(memory)
 
 
 def test_an_image_that_is_needed_and_was_not_sent_is_asked_for():
     with seeing_core() as core:
-        with pytest.raises(PixelsMissing):
-            look(core, [A, CAT, B], with_pixels=False)
+        with pytest.raises(BadRequest) as refused:
+            answered(core, [A, CAT, B], with_pixels=False)
+        assert refused.value.code == PIXELS_MISSING
         check(core)
-        assert look(core, [A, CAT, B]).n_cached == 60
-        assert look(core, [A, CAT, B], with_pixels=False).n_cached > 60
+        assert answered(core, [A, CAT, B]).n_cached == 60
+        assert answered(core, [A, CAT, B], with_pixels=False).n_cached > 60
 
 
 def test_an_image_too_large_for_a_model_that_reads_it_at_once_is_refused():
@@ -211,15 +194,15 @@ def test_deleted_turns_leave_no_trace_and_earlier_points_are_used():
         for part in turns:
             at += n_items([part])
             boundaries.append(at)
-        look(core, turns, boundaries=tuple(boundaries[:-1]))
+        answered(core, turns, boundaries=tuple(boundaries[:-1]))
         tidy(core)
         retry = [A, B, CAT, C, text(6, 15)]
-        again = look(core, retry, boundaries=tuple(boundaries[:4]))
+        again = answered(core, retry, boundaries=tuple(boundaries[:4]))
         n_known = n_items(turns[:4]) - 1 + core.images.item(CAT).n_tokens
         assert again.n_cached == n_known, "the point after the shared part is used, and none beyond it"
         found = bits(core, n_items(retry) + 3)
     with seeing_core(n_slots=1) as core:
-        cold = look(core, retry, boundaries=tuple(boundaries[:4]))
+        cold = answered(core, retry, boundaries=tuple(boundaries[:4]))
         assert cold.tokens == again.tokens and bits(core, n_items(retry) + 3) == found
 
 
@@ -230,7 +213,7 @@ def test_text_and_images_take_turns_on_one_slot_without_end():
     with seeing_core(n_slots=1, n_ctx=1024) as core:
         for _ in range(1000 if CAMPAIGN else 40):
             chosen = [texts[rng.integers(6)] if rng.random() < 0.6 else images[rng.integers(5)] for _ in range(4)]
-            result = look(core, chosen, max_tokens=2)
+            result = answered(core, chosen, max_tokens=2)
             assert result.error is None and len(result.tokens) == 2
         check(core)
 
@@ -240,21 +223,21 @@ def test_text_and_images_take_turns_on_one_slot_without_end():
 def test_a_slot_file_keeps_a_conversation_with_images(arch, parts, tmp_path):
     new, path, claim = text(9, 20), tmp_path / "a.bin", Claim("me", "", trusts_origin=True)
     with seeing_core(arch, n_slots=1) as core:
-        look(core, parts, slot=0)
+        answered(core, parts, slot=0)
         saved = slot_io.capture(core, core.slots[0], "")
         slot_io.write(path, saved, claim)
         whole = n_items(parts) + 3
-        golden = look(core, [*parts, new])
+        golden = answered(core, [*parts, new])
     with seeing_core(arch, n_slots=1) as core:
         again, _ = slot_io.read(path, claim, core.context.n_ctx)
         n = slot_io.put_back(core, core.slots[0], again, "")
         assert n == saved.n_tokens > whole and core.slots[0].n_fed == whole
         check(core)
-        result = look(core, [*parts, new], with_pixels=False)
+        result = answered(core, [*parts, new], with_pixels=False)
         assert result.tokens == golden.tokens and result.n_processed <= len(new) + GUARD
         assert core.images.n_encoded == 0
         path.with_name("a.bin.checkpoints").unlink()
-        with pytest.raises(Damaged, match="pictures"):
+        with pytest.raises(Damaged, match="images"):
             slot_io.read(path, claim, core.context.n_ctx)
 
 
@@ -268,12 +251,13 @@ def test_what_was_read_so_far_holds_no_image_that_is_still_ahead():
 
 def test_a_namespace_encodes_an_image_for_itself_although_another_has_sent_it():
     with seeing_core(n_slots=1) as core:
-        look(core, [A, CAT, B], namespace="a")
+        answered(core, [A, CAT, B], namespace="a")
         assert core.images.n_encoded == 1
-        assert look(core, [A, CAT, B], namespace="b").n_cached == 0
+        assert answered(core, [A, CAT, B], namespace="b").n_cached == 0
         assert core.images.n_encoded == 2, "time would tell that somebody has sent it"
-        with pytest.raises(PixelsMissing):
-            look(core, [C, CAT, B], namespace="c", with_pixels=False)
-        look(core, [C, CAT, B], namespace="a", with_pixels=False)
-        look(core, [C, CAT, B], namespace="b")
+        with pytest.raises(BadRequest) as refused:
+            answered(core, [C, CAT, B], namespace="c", with_pixels=False)
+        assert refused.value.code == PIXELS_MISSING
+        answered(core, [C, CAT, B], namespace="a", with_pixels=False)
+        answered(core, [C, CAT, B], namespace="b")
         assert core.images.n_encoded == 2, "the control: its own is known"

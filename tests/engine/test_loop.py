@@ -143,7 +143,7 @@ def test_only_the_loops_thread_touches_the_core():
                 m.Inspect(2, "slots"),
                 m.Inspect(3, "counts"),
                 m.Inspect(4, "cache"),
-                m.Count(5, "one two three", add_special=True),
+                m.AskPrompt(5, "count", m.Submit(0, text="one two three")),
                 m.Cancel(6),
             ]
             for question in (m.Submit(1, text="one two three", max_tokens=40), *questions):

@@ -19,10 +19,10 @@ from everwarm.gateway.response_store import (
     FILE,
     ON_DISK,
     LinkMissing,
-    ResponseLimits,
     ResponseStore,
     StoredResponse,
 )
+from everwarm.gateway.sqlite_store import StoreLimits
 
 WRITER = """
 import sys
@@ -45,8 +45,8 @@ def kept(id: str, parent: str | None = None, text: str = "") -> StoredResponse:
 
 
 @contextlib.contextmanager
-def opened(directory: Path | None, limits: ResponseLimits | None = None) -> Iterator[ResponseStore]:
-    store = ResponseStore(None if directory is None else str(directory), limits)
+def opened(directory: Path | None, limits: StoreLimits | None = None, **more: int) -> Iterator[ResponseStore]:
+    store = ResponseStore(None if directory is None else str(directory), limits, **more)
     try:
         yield store
     finally:
@@ -93,7 +93,7 @@ def test_a_conversation_with_a_gap_says_where():
 
 
 def test_the_least_recently_used_goes_and_what_stays_is_whole():
-    with opened(None, ResponseLimits(4, 1 << 20)) as store:
+    with opened(None, StoreLimits(4, 1 << 20)) as store:
         for id, parent in (("old", None), ("old2", "old"), ("a", None), ("b", "a")):
             store.keep("n", kept(id, parent))
         store.chain("n", "old2")
@@ -105,7 +105,7 @@ def test_the_least_recently_used_goes_and_what_stays_is_whole():
 
 
 def test_bytes_are_bounded_and_the_newest_always_stays():
-    with opened(None, ResponseLimits(1000, 10_000)) as store:
+    with opened(None, StoreLimits(1000, 10_000)) as store:
         for i in range(20):
             store.keep("n", kept(f"r{i}", text="x" * 1000))
         n, n_bytes = store.size()
@@ -115,7 +115,7 @@ def test_bytes_are_bounded_and_the_newest_always_stays():
 
 
 def test_a_conversation_that_is_too_much_to_read_is_refused():
-    with opened(None, ResponseLimits(1000, 1 << 20, max_chain_bytes=5000)) as store:
+    with opened(None, StoreLimits(1000, 1 << 20), max_chain_bytes=5000) as store:
         for i in range(6):
             store.keep("n", kept(f"r{i}", f"r{i - 1}" if i else None, "x" * 1000))
         assert chain(store, "r3") == ["r0", "r1", "r2", "r3"]
@@ -178,7 +178,7 @@ def test_a_file_of_a_later_version_is_moved_aside_whole(tmp_path: Path):
 
 
 def test_another_namespace_pushes_nothing_out():
-    for limits in (ResponseLimits(1000, 20_000), ResponseLimits(8, 1 << 30)):
+    for limits in (StoreLimits(1000, 20_000), StoreLimits(8, 1 << 30)):
         with opened(None, limits) as store:
             store.keep("a", kept("mine", text="x" * 1000))
             for i in range(50):

@@ -26,3 +26,18 @@ def sight() -> Iterator[Callable[[str], Sight]]:
             return opened[arch]
 
         yield open_once
+
+
+@pytest.fixture(params=("qwen35", "gemma3"))
+def both(request: pytest.FixtureRequest, sight: Callable[[str], Sight]) -> Sight:
+    return sight(request.param)
+
+
+@pytest.fixture
+def qwen(sight: Callable[[str], Sight]) -> Sight:
+    return sight("qwen35")
+
+
+@pytest.fixture
+def gemma(sight: Callable[[str], Sight]) -> Sight:
+    return sight("gemma3")

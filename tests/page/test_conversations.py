@@ -1,4 +1,4 @@
-"""What can be done with conversations: search, undo, files; the settings that go with a request; pictures."""
+"""What can be done with conversations: search, undo, files; the settings that go with a request; images."""
 
 from __future__ import annotations
 
@@ -179,8 +179,8 @@ def test_pictures_can_be_pasted_and_dropped(browser, server, tab):
         page.wait_for_function("() => document.querySelectorAll('.attached img').length === 1")
         page.evaluate(CARRY, ["drop", [data_url(2)]])
         page.wait_for_function("() => document.querySelectorAll('.attached img').length === 2")
-        page.get_by_role("button", name="Take this picture out").first.click()
+        page.get_by_role("button", name="Take this image out").first.click()
         assert page.locator(".attached img").count() == 1
     tab.page.evaluate(CARRY, ["drop", [data_url(1)]])
-    tab.page.wait_for_function("() => document.getElementById('said').textContent.includes('does not take pictures')")
+    tab.page.wait_for_function("() => document.getElementById('said').textContent.includes('does not take images')")
     assert tab.page.locator(".attached img").count() == 0

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from bench.seaweed import S3, environment, seaweed
 
+from support.server import key_file
+
 if importlib.util.find_spec("moto") is None:
     collect_ignore_glob = ["test_*.py"]  # `make test-scale` installs what they need
 
@@ -21,7 +23,4 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    path.write_bytes(bytes(range(32)))
-    path.chmod(0o600)
-    return path
+    return key_file(tmp_path)

@@ -188,7 +188,11 @@ def test_a_turn_that_dies_with_its_replica_is_read_elsewhere(cluster: Fleet) -> 
     n_read = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
     assert n_read < talk.n_read[0] / 2, "more than the turn that died was read again"
     talk.turn(cluster)
-    assert talk.replies == right.replies and max(map(max, regrets([talk], [right]))) <= GUARD, talk.n_read
+    assert talk.replies == right.replies and max(map(max, regrets([talk], [right]))) <= GUARD, (
+        talk.n_read,
+        talk.replicas,
+        victim,
+    )
     until(lambda: len(cluster.replicas() - {victim}) == 3, "Ray has started another one", 120)
 
 

@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from support.server import metric, run_cli, serving, words
+from support.server import key_file, metric, run_cli, serving, words
 
 SYSTEM = {"role": "system", "content": words(200, 3)}
 
 
 @pytest.fixture
 def key(tmp_path: Path) -> Path:
-    path = tmp_path / "key"
-    path.write_bytes(bytes(range(32)))
-    path.chmod(0o600)
-    return path
+    return key_file(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,9 @@ def test_an_unknown_name_is_a_404_with_the_list(server):
             reply = post(server, name, stream=stream)
             assert reply.status == 404 and reply.json["error"]["reason"] == "model_not_found"
             assert told in message(reply) and "there are: other, small" in message(reply)
+    for more in ({}, {"background": True}):
+        reply = server.post("/v1/responses", {"model": "nobody", "input": "x", **more})
+        assert reply.status == 404 and "there are: other, small" in message(reply), more
     for path in ("/slots", "/slots?model=nobody", "/props?model=nobody", "/metrics?model=nobody"):
         assert server.get(path).status == 404
 

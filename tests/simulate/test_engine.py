@@ -7,7 +7,7 @@ from bench.workload.scenarios import scenario
 from everwarm.engine.request import Progress
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.replay import replay
-from everwarm.simulate.simulated_cache import DeviceSize
+from everwarm.simulate.simulated_device import DeviceSize
 from everwarm.simulate.trace import TraceTurn
 from support.drive import open_core, step_until, submit, text, tidy
 from support.drive import run as ask

@@ -10,7 +10,8 @@ from everwarm.errors import BadRequest
 from everwarm.simulate.oracle import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
-from everwarm.simulate.simulated_cache import LOW_WATER, DeviceSize
+from everwarm.simulate.simulated_cache import LOW_WATER
+from everwarm.simulate.simulated_device import DeviceSize
 from everwarm.state.policy import Cut, CutKind
 from support.small_traces import SMALL, STATE, random_turns, turn
 

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import MAX_BRANCH, MAX_WEIGHED, N_LEAST, Hand, Scales, weigh
+from everwarm.state.eviction import (
+    COPIED,
+    MAX_BRANCH,
+    MAX_WEIGHED,
+    N_LEAST,
+    Hand,
+    Part,
+    Scales,
+    is_worth_copying,
+    least_parked,
+    weigh,
+)
 from everwarm.state.policy import CutKind, Entry, assumed_returns, choose, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import START, SeqId
@@ -146,6 +157,47 @@ def test_a_parked_checkpoint_alone_needs_no_segment():
     grove.tree.set_checkpoint(node, Checkpoint(CutKind.BOUNDARY, True, (), parked=SeqId(2)))
     assert grove.of(node, grove.weigh(), segment=True).stranded
     assert grove.of(node, grove.weigh()) is None  # nothing of it is in RAM
+
+
+# what the device holds as well
+
+
+def test_a_copy_of_a_parked_state_is_worth_little():
+    grove = Grove()
+    alone, parked = grove.state(1, 2, 3), grove.state(7, 8, 9, parked=SeqId(3))
+    for node in (grove.kv(1, 2, 3), grove.kv(7, 8, 9)):
+        assert node.segment is not None
+    entries = grove.weigh(expected={alone.id: 0.4, parked.id: 0.4}, resident=(parked,))
+    values = [grove.of(node, entries).returns for node in (alone, parked)]
+    assert values == [0.4, COPIED * 0.4]
+
+
+def test_kv_that_the_device_holds_goes_by_itself_and_is_no_part_of_what_a_state_weighs():
+    grove = Grove()
+    upper, lower = grove.kv(1, 2), grove.kv(1, 2, 3, 4)
+    kept = grove.state(1, 2, 3, 4)
+    entries = grove.weigh(resident=(upper, lower), expected={kept.id: 0.4})
+    assert grove.of(kept, entries).kv_bytes == 0
+    copies = [grove.of(node, entries, segment=True) for node in (upper, lower)]
+    assert [copy.returns for copy in copies] == [COPIED * 0.4] * 2 and not any(copy.stranded for copy in copies)
+    entries = grove.weigh(resident=(upper,), expected={kept.id: 0.4})
+    assert grove.of(kept, entries).kv_bytes == 100, "the control: the device has only a part of it"
+    assert grove.of(lower, entries, segment=True) is None
+
+
+def test_kv_before_a_parked_state_without_a_copy_goes_with_the_next_state_in_ram():
+    grove = Grove()
+    for items in ((1, 2), (1, 2, 3, 4)):
+        grove.kv(*items)
+    parked, kept = grove.state(1, 2, parked=SeqId(3)), grove.state(1, 2, 3, 4)
+    assert grove.of(kept, grove.weigh()).kv_bytes == 100
+    grove.tree.drop_state(parked)
+    assert grove.of(kept, grove.weigh()).kv_bytes == 200
+
+
+def test_a_turn_is_copied_only_if_all_that_would_go_is_worth_less():
+    turn, others = Entry(0, 1000, 1 / COPIED, 1.0), [Entry(1, 500, 0.1, 1.0), Entry(2, 500, 2.0, 1.0)]
+    assert is_worth_copying(turn, others, 400) and not is_worth_copying(turn, others, 600)
 
 
 def test_for_plain_attention_segments_go_from_the_end():
@@ -299,9 +351,29 @@ def test_parts_give_up_what_is_worth_least_in_the_whole():
     ends = [node for node in grove.tree.nodes() if node.checkpoint is not None and not node.children]
     awaited = ends[::10]
     expected = {node.id: 100.0 for node in awaited}
-    hand, goal = Hand(grove.tree), grove.tree.ram_bytes // 3
+    sweep_until(grove, Hand(grove.tree), grove.tree.ram_bytes // 3, expected, ends[0])
+    assert sum(node.checkpoint is not None for node in awaited) >= 0.95 * len(awaited)
+    assert sum(node.checkpoint is not None for node in ends) < 0.8 * len(ends), "the control: much is gone"
+
+
+def test_a_large_branch_is_not_weighed_alone():
+    """A part always gives something up: of a branch that was a part by itself, its only state, whatever that was worth."""
+    grove = many(200)
+    long = [5_000_000, *range(5_000_001, 5_000_000 + MAX_BRANCH + 20)]
+    for n in range(1, len(long) + 1):
+        grove.kv(*long[:n], n_bytes=10)
+    end = grove.state(*long, n_bytes=10)
+    hand, goal = Hand(grove.tree), grove.tree.ram_bytes // 2
+    n_met = sweep_until(grove, hand, goal, {end.id: 100.0}, end)
+    assert n_met > 1 and end.checkpoint is not None
+
+
+def sweep_until(grove: Grove, hand: Hand, goal: int, expected: dict[int, float], watched: Node) -> int:
+    """Evicts as RAM does; returns in how many parts the watched node was."""
+    n_met = 0
     while grove.tree.ram_bytes > goal:
         part = hand.part()
+        n_met += watched in part.nodes
         entries = weigh(part.nodes, plain_scales(expected=expected))
         choice = choose(entries, part.share(grove.tree.ram_bytes - goal, entries), N_LEAST)
         hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
@@ -311,8 +383,7 @@ def test_parts_give_up_what_is_worth_least_in_the_whole():
                 grove.tree.drop_checkpoint(node)
             elif key % 2 and node.segment is not None:
                 grove.tree.drop_segment(node)
-    assert sum(node.checkpoint is not None for node in awaited) >= 0.95 * len(awaited)
-    assert sum(node.checkpoint is not None for node in ends) < 0.8 * len(ends), "the control: much is gone"
+    return n_met
 
 
 def test_a_choice_says_what_everything_was_worth_and_what_would_follow():
@@ -320,3 +391,58 @@ def test_a_choice_says_what_everything_was_worth_and_what_would_follow():
     choice = choose(entries, 20, 2)
     assert (choice.keys, choice.worths, choice.next_keys) == ((1, 2), (0.1, 0.2), (3, 4)) and choice.least_kept == 0.3
     assert choose(entries, 100).least_kept is None
+
+
+# parked states and RAM's
+
+
+def whole(grove: Grove) -> Part:
+    return Part(list(grove.tree.nodes()), is_whole=True)
+
+
+def parked_beside_ram(parked_returns: float, ram_returns: float, **more) -> tuple[Grove, Node, Node | None]:
+    """One parked state of three items without a copy, and one in RAM; the one that a state of 1,000 bytes displaces."""
+    grove = Grove()
+    for first in (1, 7):
+        grove.kv(first, first + 1, first + 2)
+    in_ram, parked = grove.state(1, 2, 3), grove.node(7, 8, 9)
+    grove.tree.set_checkpoint(parked, Checkpoint(more.pop("kind", CutKind.STABLE), True, (), parked=SeqId(3)))
+    scales = plain_scales(expected={in_ram.id: ram_returns, parked.id: parked_returns}, **more)
+    return grove, parked, least_parked([parked], whole(grove), scales, 1000, 0)
+
+
+def test_a_parked_state_gives_way_if_ram_has_nothing_that_is_worth_less():
+    _, parked, least = parked_beside_ram(0.1, 0.4)
+    assert least is parked
+    assert parked_beside_ram(0.4, 0.1)[2] is None, "the control: RAM gives way"
+
+
+def test_no_parked_state_gives_way_while_ram_has_room():
+    grove, parked, least = parked_beside_ram(0.1, 0.4)
+    assert least is parked, "the control"
+    assert least_parked([parked], whole(grove), plain_scales(), 1000, 1000) is None
+
+
+def test_a_parked_state_that_is_not_weighed_stays():
+    """In a large tree only a part is weighed, so that it takes as long whatever the size."""
+    grove, parked, least = parked_beside_ram(0.1, 0.4)
+    assert least is parked, "the control"
+    scales = plain_scales(expected={node.id: 0.4 for node in grove.tree.nodes() if node is not parked})
+    others = [node for node in grove.tree.nodes() if node is not parked]
+    assert least_parked([parked], Part([*others, parked], is_whole=False), scales, 1000, 0) is parked
+    assert least_parked([parked], Part(others, is_whole=False), scales, 1000, 0) is None
+
+
+def test_a_parked_state_that_a_suspended_request_goes_on_from_never_gives_way():
+    assert parked_beside_ram(0.1, 0.4, kind=CutKind.CANCEL)[2] is None
+    grove, parked, least = parked_beside_ram(0.1, 0.4)
+    assert least is parked, "the control"
+    awaited = plain_scales(awaited=frozenset([parked.id]))
+    assert least_parked([parked], whole(grove), awaited, 1000, 0) is None
+
+
+def test_what_the_disk_gives_back_soon_is_missed_little():
+    """Twice the returns are worth less if what they take from the disk comes at once."""
+    assert parked_beside_ram(0.8, 0.4)[2] is None
+    _, parked, least = parked_beside_ram(0.8, 0.4, load_s=lambda node, _: 0.01 if node.path.codes[0] == 7 else None)
+    assert least is parked

@@ -1,5 +1,6 @@
 """What to keep: where prompts are cut, which checkpoints are thinned, what is evicted, who sits where."""
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -20,6 +21,7 @@ from everwarm.state.policy import (
     Spacing,
     assumed_returns,
     cuts,
+    has_other_place,
     score,
     seat,
     thin,
@@ -300,6 +302,7 @@ entries = st.lists(
         is_ahead=st.just(False),  # the rest as by default
         above=st.none(),
         kv_bytes=st.just(0),
+        load_s=st.one_of(st.just(math.inf), st.floats(0.0, 1e3)),  # never less than nothing, and a number
     ),
     max_size=30,
     unique_by=lambda e: e.key,
@@ -382,6 +385,15 @@ def test_a_stranger_takes_the_slot_that_is_least_likely_to_be_continued():
 
 def test_of_two_equal_conversations_the_shorter_slot_is_taken():
     assert seat([Seat(0, 100, 60, 0.0), Seat(1, 80, 60, 0.0)], WORTHLESS) == 1
+
+
+def test_a_conversation_leaves_the_device_for_ram_with_room_or_for_a_disk_that_is_much_faster_than_reading():
+    assert has_other_place(10, 10, load_s=math.inf, read_s=1.0)
+    assert not has_other_place(11, 10, load_s=math.inf, read_s=1.0), "no disk"
+    assert has_other_place(11, 10, load_s=0.2, read_s=1.0)
+    assert not has_other_place(11, 10, load_s=0.9, read_s=1.0), "loading takes nearly as long"
+    assert not has_other_place(11, 10, load_s=2.0, read_s=1.0), "it would never be loaded"
+    assert has_other_place(11, 10, load_s=0.0, read_s=0.0), "all is loaded that is there"
 
 
 def test_what_leans_on_a_victim_is_worth_more_at_once():

@@ -12,7 +12,7 @@ from everwarm.state.null_tiers import NullDisk, NullRemote
 from everwarm.state.remote.remote_tier import RemoteTier
 from everwarm.state.store.disk import Disk, Pin
 from everwarm.state.store.files import Files
-from everwarm.state.tier import Dropped, InSpaces, OnPrompts, TheseStates
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts
 from support.crash_writer import ROOT, STEP, Thing, codes_of, conversation, state
 from support.disks import OpenDisk, check, put_all
 
@@ -56,8 +56,8 @@ def test_states_are_forgotten_by_name_as_far_as_they_are_there(open_disk: OpenDi
     mine, others = conversation(1), conversation(2)
     put_all(disk, *mine, *others)
     kept = tuple(each for each in disk.objects() if each.name == mine[-1].name)
-    assert disk.forget(TheseStates(kept)) == size_of(*mine)
-    assert disk.forget(TheseStates(kept)) == Dropped()
+    assert disk.forget(kept) == size_of(*mine)
+    assert disk.forget(kept) == Dropped()
     assert disk.names() == {thing.name for thing in others}
 
 
@@ -96,6 +96,8 @@ def test_a_null_tier_keeps_and_finds_nothing() -> None:
     disk, remote = NullDisk(), NullRemote()
     prompt = Prompt(codes_of(1, STEP))
     assert not conversation(1)[0].put(disk) and disk.find(ROOT, prompt, STEP) is None and not disk.objects()
-    assert remote.find(ROOT, prompt, (), least=0) is None and not remote.answers_within(float("inf"))
+    assert remote.find(ROOT, prompt, (), least=0, most=len(prompt) - 1) is None and not remote.answers_within(
+        float("inf")
+    )
     for tier in (disk, remote):
         assert not tier.is_on and tier.forget(InSpaces(None)) == Dropped() and tier.stats() == {}

@@ -5,13 +5,12 @@ import re
 
 from everwarm import errors
 from everwarm.errors import EverwarmError, HttpError
-from everwarm.gateway.chat.jinja_template import PromptTextTooLong
 from everwarm.state.remote.bucket import StoreFault
 from everwarm.state.store.disk import DirectoryTaken
 from everwarm.state.store.slot_file import UnknownOrigin
 from support.source_tree import Package
 
-ELSEWHERE = (PromptTextTooLong, StoreFault, DirectoryTaken, UnknownOrigin)  # so that they are loaded
+ELSEWHERE = (StoreFault, DirectoryTaken, UnknownOrigin)  # so that they are loaded
 
 _LINE = re.compile(r"^((?:│   |    )*)(?:├── |└── )?(\w+) +(\d{3}|any)  \S", re.MULTILINE)
 

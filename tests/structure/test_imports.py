@@ -21,13 +21,15 @@ from support.source_tree import (
 MakePackage = Callable[[dict[str, str]], Package]
 
 # Each folder may import itself and what is named here. ``cli`` may import everything.
-BASE = {"types", "errors", "config", "logs", "lru", "memory_limits"}
+BASE = {"types", "errors", "config", "logs", "lru", "memory_limits", "confined_process", "sound_files"}
 FOLDERS = {
     "types": set[str](),
     "errors": set[str](),
     "logs": set[str](),
     "lru": set[str](),
     "memory_limits": set[str](),
+    "confined_process": set[str](),
+    "sound_files": set[str](),
     "config": {"errors", "types"},
     "backend": BASE,
     "prompt": BASE,

@@ -1,4 +1,4 @@
-"""Every public name is used, and no two classes or modules share one."""
+"""Every public name is used, no two classes or modules share one, and every folder names its modules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable
 from pathlib import Path
 
-from support.source_tree import Package, complaints, repeated_classes, repeated_modules, unused_names
+from support.source_tree import Package, complaints, repeated_classes, repeated_modules, unnamed_modules, unused_names
 
 ROOT = Path(__file__).parents[2]
 MakePackage = Callable[[dict[str, str]], Package]
@@ -104,3 +104,12 @@ def test_names_that_are_used_twice_are_noticed(make_package: MakePackage) -> Non
     )
     assert repeated_classes(made) == {"One": ["a.x", "b.x"]}
     assert repeated_modules(made) == {"x": ["a.x", "b.x"]}
+
+
+def test_every_folder_names_its_modules(everwarm: Package) -> None:
+    assert unnamed_modules(everwarm) == []
+
+
+def test_modules_that_their_folder_does_not_name_are_noticed(make_package: MakePackage) -> None:
+    made = make_package({"a/__init__.py": '"""``b`` is this, ``cc`` that."""', "a/b.py": "", "a/c.py": ""})
+    assert unnamed_modules(made) == ["a.c"]

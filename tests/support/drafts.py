@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from everwarm.engine.core import Core
-from everwarm.engine.speculation.draft_length import Record, StepShape
-from everwarm.engine.speculation.drafter import ComputingDrafter, Proposal, Tokens
+from everwarm.engine.speculation.draft_length import Proposal, Record, StepShape, Tokens
+from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.llama.context import Feed
 from everwarm.llama.model import Model

@@ -112,7 +112,7 @@ def take_apart(path: Path) -> File:
         table.append((name, shape, one("i"), one("Q")))
     at += -at % _ALIGNMENT
     tensors = [
-        Tensor(name, shape, kind, raw[at + offset : at + offset + 4 * prod(shape)])
+        Tensor(name, shape, kind, raw[at + offset : at + offset + _FORMATS[kind] * prod(shape)])
         for name, shape, kind, offset in table
     ]
     return File(tuple(pairs), tuple(tensors))

@@ -343,13 +343,13 @@ class Hostility:
             hostile = blob if order is None else self._hostile(blob, order)
             self._splice(seq, hostile, start, stop, n_cells=n_cells, clean=clean)
 
-    def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark) -> int:
+    def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark, head: Blob | None = None) -> int:
         with self._instead("sequence") as order:
             if order is None:
-                return self._sequence(seq, data, mark)
+                return self._sequence(seq, data, mark, head)
             hostile = self._hostile(with_header(data, seq), order)
             with mock.patch.object(checked, "with_header", return_value=hostile):
-                return self._sequence(seq, data, mark)
+                return self._sequence(seq, data, mark, head)
 
     def _order(self, target: str) -> Order | None:
         try:

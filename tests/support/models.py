@@ -9,7 +9,7 @@ from typing import Any
 
 import everwarm
 from everwarm.demo import tiny
-from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_projector
 
 EMBEDDED = Path(everwarm.__file__).parent / "demo" / "everwarm-tiny.gguf"
 
@@ -29,7 +29,17 @@ def tiny_vision(arch: str, **spec: Any) -> tuple[Path, Path]:
     model = tiny_model(arch, vision=True, **spec)
     path = projector_path(model)
     if not path.exists():
-        write_tiny_vision(path, _spec(arch, vision=True, **spec))
+        write_tiny_projector(path, _spec(arch, vision=True, **spec))
+    return model, path
+
+
+def tiny_audio(arch: str, *, vision: bool = False, **spec: Any) -> tuple[Path, Path]:
+    """Such a model and its projector for sounds; with ``vision`` also for images."""
+    wanted = {"audio": True, "vision": vision, **spec}
+    model = tiny_model(arch, **wanted)
+    path = projector_path(model)
+    if not path.exists():
+        write_tiny_projector(path, _spec(arch, **wanted))
     return model, path
 
 

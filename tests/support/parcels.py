@@ -34,7 +34,7 @@ def parcel(
 
 
 def find(remote: RemoteTier, prompt: Prompt = ITEMS, ends: tuple[int, ...] = (N,), space: str = "", model: str = MODEL):
-    return remote.find(root_key(model, space), prompt, ends, least=16)
+    return remote.find(root_key(model, space), prompt, ends, least=16, most=len(prompt) - 1)
 
 
 def read(remote: RemoteTier, name: str, size: int, section: str, patience_s: float = 5.0) -> bytes:

@@ -314,3 +314,11 @@ def words(n: int, seed: int = 0) -> str:
 
 
 WORDS = ("river", "stone", "lamp", "garden", "window", "paper", "cloud", "bread", "music", "winter", "silver", "road")
+
+
+def key_file(folder: Path) -> Path:
+    """A key for a remote store."""
+    path = folder / "key"
+    path.write_bytes(bytes(range(32)))
+    path.chmod(0o600)
+    return path

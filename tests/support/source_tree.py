@@ -141,6 +141,12 @@ def read(root: Path) -> Package:
     return Package(root.name, modules)
 
 
+def unnamed_modules(package: Package) -> list[str]:
+    """Modules that the docstring of their folder does not name."""
+    inside = [module for module in package.modules.values() if not module.is_folder and module.name != "__main__"]
+    return [each.name for each in inside if f"``{each.path.stem}``" not in package.modules[each.folder].docstring]
+
+
 def imported(module: Module) -> Iterator[str]:
     """Every imported name, dotted and absolute: ``from a import b`` is ``a.b``."""
     for node in ast.walk(module.tree):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -89,3 +90,9 @@ def _attempt(function: Trial, arch: str) -> str:
         return f"{type(error).__name__}: {error}"
     except BaseException as error:  # noqa: BLE001 - the fork must not run on as a second parent
         return f"unexpected {type(error).__name__}: {error}"
+
+
+def expect_crashes() -> None:
+    """For a process whose forks may abort: no core files, and none of a library's last words."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -52,7 +52,8 @@ def find_tools(kind: Kind, wheels: Path, progress: Progress, root: Path = Path("
         _require_driver(root)
         cuda_root = _cuda_from_wheels(wheels / f"cuda-{_CUDA_MAJOR}", compiler, progress)
         nvcc = str(cuda_root / "bin/nvcc")
-    cmake, ninja = shutil.which("cmake"), shutil.which("ninja")
+    cmake = shutil.which("cmake")
+    ninja = shutil.which("ninja")
     if cmake is None or (ninja is None and shutil.which("make") is None):
         cmake, ninja = _cmake_from_wheels(wheels / "cmake", progress)
     return Tools(cmake, ninja, nvcc, cuda_root)
@@ -117,7 +118,8 @@ def _link(place: Path, target: str) -> None:
 
 
 def _cmake_from_wheels(folder: Path, progress: Progress) -> tuple[str, str | None]:
-    cmake, ninja = folder / "cmake/data/bin/cmake", folder / "bin/ninja"
+    cmake = folder / "cmake/data/bin/cmake"
+    ninja = folder / "bin/ninja"
     if not cmake.is_file():
         progress("fetching cmake and ninja", 0.0)
         missing = "cmake with ninja or make was not found"

@@ -173,8 +173,10 @@ def print_facts(console: Console, facts: Facts) -> None:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if not isinstance(value, list):
-        return ("yes" if value else "no") if isinstance(value, bool) else readable(str(value))
+        return readable(str(value))
     lines = [readable(_line(item)) for item in value[:_MOST_SHOWN]]
     lines += [f"… and {len(value) - _MOST_SHOWN} more"] if len(value) > _MOST_SHOWN else []
     return ("\n" if any(isinstance(item, dict) for item in value) else " ").join(lines)

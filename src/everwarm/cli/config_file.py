@@ -68,7 +68,9 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return repr(value) if isinstance(value, float) else json.dumps(value if isinstance(value, int) else str(value))
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value if isinstance(value, int) else str(value))
 
 
 def require_known_keys(app: App, path: Path) -> None:

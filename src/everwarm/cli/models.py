@@ -151,4 +151,6 @@ def _facts(path: Path) -> tuple[str, str]:
 
 def _ago(path: Path) -> str:
     days = int((time.time() - path.stat().st_mtime) / _DAY_S)
-    return "today" if days <= 0 else "yesterday" if days == 1 else f"{days} days ago"
+    if days <= 0:
+        return "today"
+    return "yesterday" if days == 1 else f"{days} days ago"

@@ -343,7 +343,7 @@ class ServeOptions:
         Parameter(
             name=["--mmproj", "-mm"],
             group=COMPUTE,
-            help="projector file for images; default: mmproj-MODEL.gguf beside the model",
+            help="projector file for images and sounds; default: mmproj-MODEL.gguf beside the model",
         ),
     ] = None
     mmproj_auto: Annotated[bool, Parameter(group=COMPUTE, help="use the projector that lies beside the model")] = True
@@ -475,7 +475,9 @@ class ServeOptions:
         require(not self.reranking or self.pooling in (None, "rank"), f"--reranking pools by rank, not {self.pooling}")
         is_on = self.embeddings or self.reranking
         require(is_on or self.pooling is None, "--pooling is for embedding models; give --embeddings, too")
-        return ("rank" if self.reranking else self.pooling or "auto") if is_on else None
+        if not is_on:
+            return None
+        return "rank" if self.reranking else self.pooling or "auto"
 
     def _load_mode(self) -> LoadMode:
         if self.placement.load_mode is not None:
@@ -529,7 +531,8 @@ class ServeOptions:
         return PoolLimits(1 if most is None else most, n_bytes or 0)
 
     def server(self) -> ServerSettings:
-        hosts, api_keys = listed(self.host) or ("",), self._api_keys()
+        hosts = listed(self.host) or ("",)
+        api_keys = self._api_keys()
         return ServerSettings(
             host=hosts[0],
             more_hosts=hosts[1:],

@@ -14,7 +14,7 @@ from everwarm.simulate.curves import KNOWN, Curves, parse_curves
 from everwarm.simulate.oracle import fewest_tokens, shares
 from everwarm.simulate.plot import Axis, Series, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
-from everwarm.simulate.simulated_cache import DeviceSize
+from everwarm.simulate.simulated_device import DeviceSize
 from everwarm.simulate.simulated_disk import DiskSize
 from everwarm.simulate.trace import TraceTurn, parse
 

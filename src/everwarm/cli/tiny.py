@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import Progress
 
-from everwarm.demo.tiny import ARCHITECTURES, TinySpec, projector_path, write_tiny, write_tiny_vision
+from everwarm.demo.tiny import ARCHITECTURES, TinySpec, projector_path, write_tiny, write_tiny_projector
 
 
 def tiny(
@@ -22,6 +23,7 @@ def tiny(
     seed: int = 0,
     dtype: Literal["f32", "q8_0"] = "f32",
     vision: Annotated[bool, Parameter(negative=())] = False,
+    audio: Annotated[bool, Parameter(negative=())] = False,
     mtp: Annotated[bool, Parameter(negative=())] = False,
 ) -> None:
     """Write a small random model with a real architecture, for tests and benchmarks. The same flags give the same bytes.
@@ -42,16 +44,17 @@ def tiny(
         f32, or q8_0 for large files.
     vision
         Also write a projector for images, for example mmproj-m.gguf (qwen35 and gemma3).
+    audio
+        Also write a projector for sounds; with ``vision`` one file does both.
     mtp
         Add an MTP head, which guesses the token after the next one (qwen35).
     """
-    spec = TinySpec(
-        arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype, vision=vision, mtp=mtp
-    )
+    sized = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype)
+    spec = replace(sized, vision=vision, audio=audio, mtp=mtp)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"writing {out.name}", total=None)
         size = write_tiny(out, spec, lambda done, total: progress.update(task, completed=done, total=total))
     Console().print(f"{out}: {arch}, {layers} layers, width {width}, {dtype}, {size / 1e6:.1f} MB")
-    if vision:
+    if vision or audio:
         beside = projector_path(out)
-        Console().print(f"{beside}: its projector for images, {write_tiny_vision(beside, spec) / 1e6:.1f} MB")
+        Console().print(f"{beside}: its projector, {write_tiny_projector(beside, spec) / 1e6:.1f} MB")

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_vision
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_projector
 from everwarm.engine.engine import Engine
 from everwarm.engine.images import image_prompt
 from everwarm.engine.process import messages as m
@@ -326,7 +326,7 @@ def show_images(console: Console) -> None:
         model = Path(name) / "vision.gguf"
         spec = TinySpec(arch="qwen35", vision=True)
         write_tiny(model, spec)
-        write_tiny_vision(projector_path(model), spec)
+        write_tiny_projector(projector_path(model), spec)
         settings = EngineSettings(n_slots=1, n_ctx=2048, mmproj=str(projector_path(model)), ram_bytes=1 << 28)
         with Engine(model, settings) as engine:
             _show(console, engine)

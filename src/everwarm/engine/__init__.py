@@ -7,5 +7,5 @@ and back. ``inspect`` shows it, ``slotfile`` saves and loads slots, ``verify``
 replays it cold and compares. ``engine`` is the whole as a library, ``request`` the record of one; ``settings`` and
 ``fingerprint`` say what states depend on, ``memory_plan`` and ``speed`` what fits and how fast it is. ``build`` puts
 the parts together; ``slots`` owns the slots and spares and alone fills and empties them; ``recovery`` decides what
-becomes of requests when a step does not fit or fails; ``images`` encodes images and puts them into prompts.
+becomes of requests when a step does not fit or nothing moves; ``images`` encodes images and puts them into prompts.
 """

@@ -18,7 +18,7 @@ from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prefix_cache import PrefixCache
 from everwarm.engine.cache.prewarm import PrewarmQueue
-from everwarm.engine.cache.ram_budget import BelowRam, RamBudget
+from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.cache.timed_pins import TimedPins
@@ -26,10 +26,9 @@ from everwarm.engine.core import Core
 from everwarm.engine.images import ImageCache
 from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
 from everwarm.engine.lifecycle.core_status import StatusBoard
-from everwarm.engine.lifecycle.cut_plan import CutPlanner
 from everwarm.engine.lifecycle.intake import Intake
 from everwarm.engine.lifecycle.keeping import Keeper
-from everwarm.engine.lifecycle.starting import Starter
+from everwarm.engine.lifecycle.starting import CutPlanner, Starter
 from everwarm.engine.memory_plan import Sizes, decide_sizes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
@@ -39,22 +38,19 @@ from everwarm.engine.scheduling.step_plan import StepPlanner
 from everwarm.engine.settings import EngineSettings, RestorePolicy
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
-from everwarm.engine.speculation.drafter import Drafter
-from everwarm.engine.speculation.head_drafter import HeadDrafter
-from everwarm.engine.speculation.model_drafter import ModelDrafter, require_drafts_for
+from everwarm.engine.speculation.model_drafter import HeadDrafter, ModelDrafter, require_drafts_for
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
-from everwarm.engine.speculation.tree_lookup import TreeLookup
+from everwarm.engine.speculation.tree_lookup import DiskTexts, TreeLookup
 from everwarm.engine.speed import FIRST_GUESS_S, Speed
-from everwarm.engine.tiers.disk_texts import DiskTexts
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pinned_arena import Pinning, why_not
 from everwarm.engine.tiers.ram import Ram
 from everwarm.engine.tiers.tier_writer import TierWriter
-from everwarm.errors import ModelFileError
+from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
@@ -121,7 +117,17 @@ def assemble(path: Path, settings: EngineSettings, progress: Progress | None = N
         os.close(fd)  # the mapping holds on to it
     sizes = replace(sizes, ram_bytes=left.arena.budget_bytes)
     opened = _Opened(model, settings, sizes, context, tree, ram, images, files, small)
+    if _has_gpu(opened):
+        _warm_up(context)
     return _core(opened, outlives_us=memory is not None)
+
+
+def _warm_up(context: Context) -> None:
+    try:
+        context.warm_up()
+    except EverwarmError as error:  # requests will say more
+        log.warning("the first steps of this model failed: %s", error)
+        context.clear()
 
 
 def _require_head(model: Model, settings: EngineSettings) -> None:
@@ -196,20 +202,19 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     state_bytes = sizes.shape.state_bytes
     stats = CheckpointStats(sizes.spacing.max_checkpoints)
     returns = Returns(tree)
-    below = BelowRam()
     share = settings.namespace_share
-    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats, below)
-    writer = RamWriter(context, tree, residents, budget, most_joined(sizes.ram_bytes, kv_bytes), kv_bytes)
+    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
+    most = most_joined(sizes.ram_bytes, kv_bytes)
+    writer = RamWriter(context, tree, residents, budget, most, kv_bytes, state_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
     budget.enforce()
     tiers = _tiers(opened, speed)
     tier_writer = _tier_writer(opened, tiers, returns, writer, speed)
     tier_writer.note_adopted()
     policy = _restore_policy(settings)
-    most = writer.most_joined
     loader = Loader(tiers, context, tree, checkpointer, ram, speed, policy, most, tier_writer.stores)
-    below.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, tiers, tier_writer)
+    budget.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
+    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, speed, loader.disk_s, tier_writer)
     return PrefixCache(
         tree=tree,
         residents=residents,
@@ -237,7 +242,7 @@ def _speculator(opened: _Opened, on_disk: DiskTexts) -> Speculator:
     first = settings.n_slots + sizes.n_spares
     rollback = Rollback(opened.context, [SeqId(first + i) for i in range(sizes.n_rollback)])
     looks_up = settings.speculate in ("auto", "lookup")
-    drafters: list[Drafter] = [SuffixLookup(), TreeLookup(opened.tree, on_disk)] if looks_up else []
+    drafters: list[SuffixLookup | TreeLookup] = [SuffixLookup(), TreeLookup(opened.tree, on_disk)] if looks_up else []
     head = None if opened.context.head is None else HeadDrafter(opened.context)
     computing = opened.small or head
     # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear
@@ -335,7 +340,7 @@ def _take_up(left: Memory, tree: Tree, model: Model, files: WatchedFiles, undo: 
     """Adds what an earlier engine left to the tree, within the budget."""
     ram = Ram(left.arena, tree, model.memory_kind, left.pinning, files.is_right)
     undo.callback(ram.close)
-    tree.tell(ram)
+    tree.tell(ram.on_state, ram.on_segment)
     ram.adopt()
     ram.shrink(FIRST_GUESS_S)
     return ram

@@ -26,7 +26,7 @@ from everwarm.engine.lifecycle.keeping import Keeper
 from everwarm.engine.lifecycle.starting import Starter
 from everwarm.engine.memory_plan import Sizes
 from everwarm.engine.process.reply_text import probabilities_of
-from everwarm.engine.recovery import Remedy, StallWatch, Suspend, after_failure, describe_stall, when_full
+from everwarm.engine.recovery import MAX_ATTEMPTS, StallWatch, describe_stall, whom_to_suspend, why_too_long
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Progress, Request, Started
 from everwarm.engine.scheduling.admission import Admission, Verdict
 from everwarm.engine.scheduling.request_queue import RequestQueue
@@ -35,15 +35,16 @@ from everwarm.engine.scheduling.step_plan import StepPlanner, oldest_first
 from everwarm.engine.scheduling.turns import seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.speculation import verification
-from everwarm.engine.speculation.speculator import Draft, Speculator
-from everwarm.engine.speculation.verification import Picked, Verified
+from everwarm.engine.speculation.draft_length import Proposal
+from everwarm.engine.speculation.speculator import Picked, Speculator, pick, with_probs
 from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.ram import Receipt
-from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected
+from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected, WeightsTouched
 from everwarm.llama.context import Context, Feed
+from everwarm.llama.media.media_model import Embedding
 from everwarm.llama.model import Model
 from everwarm.llama.system.file_watch import WatchedFiles
+from everwarm.prompt.prompt import MediaItem
 from everwarm.state.policy import CutKind
 
 log = logging.getLogger("everwarm.engine")
@@ -80,6 +81,7 @@ class Core:
     counts: RequestStats
     stall: StallWatch = field(default_factory=StallWatch)
     has_cancelled: bool = False  # a request was cancelled since the last step
+    is_encoding: bool = False  # the last step encoded a window of a sound, and more follow
 
     def close(self) -> None:
         for request in self._requests():
@@ -172,6 +174,7 @@ class Core:
         if ahead is not None:
             self.cancel(ahead.id)
             self.stop(ahead.id)
+        self.cache.loader.arrivals.stop(namespace)
         self.admission.drop_fetches(request for request in self.queue if request.ask.namespace.startswith(namespace))
 
     @property
@@ -293,7 +296,7 @@ class Core:
             return True
         return False
 
-    def _drafts(self, grants: list[Grant]) -> dict[int, Draft]:
+    def _drafts(self, grants: list[Grant]) -> dict[int, Proposal]:
         """What the replies of this step may go on with, by slot. Drafts take only rows and cells that are free."""
         n_rows = sum(grant.n_tokens for grant in grants)
         n_left = self.planner.budget.n_step - n_rows
@@ -302,11 +305,17 @@ class Core:
         return self.speculator.draft(grants, self.slots, n_left)
 
     def _learn_cost(self, worked: float, grants: list[Grant], feeds: list[Feed]) -> None:
-        """What a step that only writes costs by its rows decides which drafts pay."""
-        if self.speculator.is_on and all(map(self._is_writing, grants)):
+        """What a step costs by its rows decides which drafts pay."""
+        if not self.speculator.is_on:
+            return
+        pacing = self.speculator.pacing
+        n_rows = sum(len(feed.tokens) for feed in feeds)
+        is_writing = [self._is_writing(grant) for grant in grants]
+        if all(is_writing):
             self.context.logits(0)  # a GPU has not computed them before
-            n_rows = sum(len(feed.tokens) for feed in feeds)
-            self.speculator.pacing.has_stepped(n_rows, self.speculator.clock() - worked)
+            pacing.has_stepped(n_rows, self.speculator.clock() - worked)
+        elif not any(is_writing):
+            pacing.has_read(n_rows, self.speculator.clock() - worked)
 
     def _is_writing(self, grant: Grant) -> bool:
         """Whether the step brings this reply up to date."""
@@ -331,7 +340,7 @@ class Core:
             grants = self.planner.plan()
         return grants
 
-    def _feed(self, grant: Grant, draft: Draft | None) -> Feed:
+    def _feed(self, grant: Grant, draft: Proposal | None) -> Feed:
         slot = self.slots[grant.slot]
         request = slot.request
         assert request is not None
@@ -347,10 +356,10 @@ class Core:
 
     # after decoding
 
-    def _commit(self, feeds: list[Feed], drafts: dict[int, Draft], events: list[Event]) -> None:
+    def _commit(self, feeds: list[Feed], drafts: dict[int, Proposal], events: list[Event]) -> None:
         """Every row is read before anything else is decoded: what follows from a draft comes last."""
         row = 0
-        verified: list[Verified] = []
+        verified: list[tuple[Feed, list[Picked]]] = []
         for feed in feeds:
             slot = self.slots[feed.seq]
             request = slot.request
@@ -362,18 +371,22 @@ class Core:
             else:
                 picked = self._pick_drafted(slot, request, draft, row, events)
                 if picked:
-                    verified.append(Verified(slot, request, feed, draft, picked))
+                    verified.append((feed, picked))
             row += feed.n_rows
-        for each in verified:
-            if each.slot.request is each.request:
-                events += verification.accept(self.speculator, each)
-                self._go_on(each.slot, each.request, each.picked[-1], events)
+        for feed, picked in verified:
+            slot = self.slots[feed.seq]
+            request = slot.request
+            if request is not None:  # else it starts over
+                events += self.speculator.accept(slot, request, feed, drafts[feed.seq], picked)
+                self._go_on(slot, request, picked[-1], events)
         self.speculator.end()
 
-    def _pick_drafted(self, slot: Slot, request: Request, draft: Draft, row: int, events: list[Event]) -> list[Picked]:
+    def _pick_drafted(
+        self, slot: Slot, request: Request, draft: Proposal, row: int, events: list[Event]
+    ) -> list[Picked]:
         """Empty: the numbers were lost."""
         try:
-            return verification.pick(self.context, request, draft, row)
+            return pick(self.context, request, draft, row)
         except DecodeFailed as error:
             self._lose_numbers(slot, error, events)
             return []
@@ -410,7 +423,7 @@ class Core:
             token = None if request.ask.max_tokens == 0 else request.sampler.pick(self.context, row)
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
-        picked = verification.with_probs(self.context, request, row, token)
+        picked = with_probs(self.context, request, row, token)
         request.ends_text(token)
         if logits is not None:
             self.keeper.note_prompt_end(slot, logits)
@@ -522,7 +535,8 @@ class Core:
 
     def _start(self, request: Request, events: list[Event]) -> None:
         self.queue.admit(request)
-        slot, restored, is_first = self.starter.start(request)
+        is_first = request.started_at is None
+        slot, restored = self.starter.start(request)
         self.board.note_change()
         if is_first:
             n_cached = request.n_tokens(request.n_cached)
@@ -534,14 +548,17 @@ class Core:
 
     def _make_way(self, error: ContextFull, events: list[Event]) -> None:
         """The running requests fill the context."""
-        effect = when_full(self._running(), error)
-        if isinstance(effect, Suspend):
+        running = self._running()
+        youngest = whom_to_suspend(running)
+        if youngest is not None:
             self.counts.n_suspended += 1
-            return self._suspend(effect.slot, effect.reason)
-        request = effect.slot.request
+            return self._suspend(youngest, str(error))
+        slot = running[0]
+        request = slot.request
         assert request is not None
-        log.debug("request %d ends at %d tokens: %s", request.id, effect.slot.n_fed, error)
-        self._end(effect.slot, request, effect.finish, events, effect.error)
+        log.debug("request %d ends at %d tokens: %s", request.id, slot.n_fed, error)
+        too_long = why_too_long(slot, request)
+        self._end(slot, request, Finish.LENGTH if too_long is None else Finish.ERROR, events, too_long)
 
     def _suspend(self, slot: Slot, reason: str) -> None:
         """Moves a running request to RAM. It comes back in the order of admission and continues where it was."""
@@ -564,18 +581,21 @@ class Core:
     def _start_over(
         self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None
     ) -> None:
-        """libllama failed: these slots are emptied, and their requests are read again or end."""
+        """libllama failed: these slots are emptied, and their requests are read again or end. What they started from is
+        suspect, and only ``guilty`` has failed, or all if that is not known; but none of that where only the weights may
+        have been wrong during this step."""
         self.counts.n_decode_failures += 1
         log.warning("a request starts over: %s", error)
-        for effect in after_failure(slots, error, guilty):
-            request = effect.slot.request
+        is_innocent = isinstance(error, WeightsTouched)
+        for slot in slots:
+            request = slot.request
             assert request is not None
-            if effect.is_suspect and effect.slot.node.checkpoint is not None:
-                self.cache.checkpointer.quarantine(effect.slot.node, error)
-            effect.slot.vacate()
-            effect.slot.release()
-            request.attempts += effect.has_failed
-            if effect.gives_up:
+            if not is_innocent and slot.node.checkpoint is not None:
+                self.cache.checkpointer.quarantine(slot.node, error)
+            slot.vacate()
+            slot.release()
+            request.attempts += guilty in (None, slot) and not is_innocent
+            if request.attempts >= MAX_ATTEMPTS:
                 self.close_request(request, Finish.ERROR, events, error)
             else:
                 self._requeue(request)
@@ -595,7 +615,8 @@ class Core:
     # images
 
     def _read_next_image(self, images: ImageCache, events: list[Event]) -> None:
-        """One in each step: of the oldest request that has come to one."""
+        """One in each step, or one window of a sound: of the oldest request that has come to one."""
+        self.is_encoding = False
         slot = next((slot for slot in self._running() if slot.next_image() is not None), None)
         if slot is not None:
             self._read_image(images, slot, events)
@@ -605,14 +626,16 @@ class Core:
         request = slot.request
         item = slot.next_image()
         assert request is not None and item is not None
+        embedding = self._encoded(images, slot, request, item, events)
+        if embedding is None:
+            return
         while slot.request is request and not self.cache.room.make_room(item.n_tokens, keep=slot):
-            self._make_way(ContextFull(f"a picture needs {item.n_tokens} cells"), events)
+            self._make_way(ContextFull(f"an image needs {item.n_tokens} cells"), events)
         if slot.request is not request:
             return
         ask = request.ask
         is_last = slot.n_fed + 1 == request.n_items
         try:
-            embedding = images.embedding(item, ask.images, ask.namespace)
             end = ask.prompt.mark(slot.n_fed + 1)
             self._use_scales(slot)
             self.context.see(slot.seq, images.media, embedding, end, wants_logits=is_last)
@@ -625,25 +648,41 @@ class Core:
         else:
             self.move_on(slot, request, 1, 0 if is_last else None, events)
 
+    def _encoded(
+        self, images: ImageCache, slot: Slot, request: Request, item: MediaItem, events: list[Event]
+    ) -> Embedding | None:
+        """None: there are more windows of a sound to encode, in later steps, or it failed and the request has an error."""
+        try:
+            embedding = images.advance(item, request.ask.images, request.ask.namespace)
+        except DecodeFailed as error:
+            self._start_over([slot], error, events)
+        except EverwarmError as error:
+            self.finish(slot, request, Finish.ERROR, events, error)
+        else:
+            self.is_encoding = embedding is None
+            return embedding
+        return None
+
     # when nothing moves
 
     def _watch_stall(self, events: list[Event]) -> None:
         n_fed = self.context.n_fed
         has_moved = n_fed != self.stall.n_fed or self._has_moved(events)
-        match self.stall.note(n_fed, has_moved=has_moved):
-            case Remedy.SUSPEND_YOUNGER:
-                self.counts.n_stalls += 1
-                shown = (self.stall.n_steps, self._describe_stall())
-                log.error("nothing has moved for %d steps, so all but the oldest are suspended: %s", *shown)
-                for slot in reversed(self._running()[1:]):
-                    self._suspend(slot, "nothing moved")
-            case Remedy.END_OLDEST:
-                self._end_oldest(events)
+        self.stall.note(n_fed, has_moved=has_moved)
+        if self.stall.is_stalled:
+            self.counts.n_stalls += 1
+            shown = (self.stall.n_steps, self._describe_stall())
+            log.error("nothing has moved for %d steps, so all but the oldest are suspended: %s", *shown)
+            for slot in reversed(self._running()[1:]):
+                self._suspend(slot, "nothing moved")
+        elif self.stall.is_hopeless:
+            self.stall.n_steps = 0
+            self._end_oldest(events)
 
     def _has_moved(self, events: list[Event]) -> bool:
         if any(isinstance(event, NewToken | Progress | Finished) for event in events):
             return True
-        return not self.has_work or self.admission.is_waiting_for_disk
+        return not self.has_work or self.admission.is_waiting_for_disk or self.is_encoding
 
     def _describe_stall(self) -> str:
         first = itertools.islice(self.queue, MAX_SHOWN)

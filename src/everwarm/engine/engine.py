@@ -22,7 +22,7 @@ from everwarm.config import Constraint, Sampling
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Job, start
-from everwarm.engine.process.messages import SentImage
+from everwarm.engine.process.messages import SentMedia
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
@@ -93,8 +93,7 @@ class Engine(Closing):
         self.settings = settings or EngineSettings()
         self._streams: dict[int, TokenStream] = {}
         self._failure: EngineStopped | None = None
-        running = start(lambda: assemble(Path(model_path), self.settings, progress), self._deliver, self._ended)
-        self._loop, self._thread = running.loop, running.thread
+        self._loop = start(lambda: assemble(Path(model_path), self.settings, progress), self._deliver, self._ended)
         self.core = self._loop.core
         self.model = self.core.model
         self.tokenizer = Tokenizer(self.model.vocab)
@@ -115,7 +114,7 @@ class Engine(Closing):
         use_cache: bool = True,
         deterministic: bool = False,
         ignore_eos: bool = False,
-        images: Mapping[bytes, SentImage] | None = None,
+        images: Mapping[bytes, SentMedia] | None = None,
         constraint: Constraint | None = None,
         lora: Sequence[float] | None = None,
     ) -> TokenStream:
@@ -163,9 +162,9 @@ class Engine(Closing):
     def close(self) -> None:
         """Stop the loop, end what still runs, put away what is worth it, free the model. Safe to call twice."""
         self.constraints.close()
-        if self._thread.is_alive():
+        if self._loop.thread.is_alive():
             self._loop.stop()
-            self._thread.join()
+            self._loop.thread.join()
             self.core.put_away()
         self.core.close()
 

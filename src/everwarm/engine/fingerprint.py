@@ -29,7 +29,10 @@ class ParameterRow(NamedTuple):
     why: str
 
 
-_IN, _BITS, _NONE, _FIXED = Decision.FINGERPRINT, Decision.LAST_BITS, Decision.HARMLESS, Decision.FIXED
+_IN = Decision.FINGERPRINT
+_BITS = Decision.LAST_BITS
+_NONE = Decision.HARMLESS
+_FIXED = Decision.FIXED
 _DEFAULT = ParameterRow(_FIXED, "left at libllama's default")
 _FROM_FILE = ParameterRow(
     _FIXED, "left unset: libllama takes the model file's own, and the file's digest is in the fingerprint"

@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from everwarm.engine.core import Core
 from everwarm.engine.lifecycle.core_status import CoreStatus
@@ -25,6 +24,7 @@ Deliver = Callable[[list[Event]], None]
 class Loop:
     def __init__(self, core: Core, deliver: Deliver, rest_s: float = REST_S) -> None:
         self.core = core
+        self.thread = threading.current_thread()  # ``start`` makes it on the thread that runs it
         self._rest_s = rest_s
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -90,13 +90,7 @@ class Loop:
         self._rests_until = time.monotonic() + self._rest_s
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    loop: Loop
-    thread: threading.Thread
-
-
-def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[BaseException | None], None]) -> Running:
+def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[BaseException | None], None]) -> Loop:
     """Open a core and run its loop on one new thread; returns when it is open, or raises what opening raised.
 
     One thread does both because OpenMP gives every thread that computes a team of its own, and more teams than cores wait
@@ -118,9 +112,8 @@ def start(open_core: Callable[[], Core], deliver: Deliver, ended: Callable[[Base
             ended(None)
         loop.run_leftovers()
 
-    thread = threading.Thread(target=body, name="everwarm-engine", daemon=True)
-    thread.start()
+    threading.Thread(target=body, name="everwarm-engine", daemon=True).start()
     got = opened.get()
     if isinstance(got, BaseException):
         raise got
-    return Running(got, thread)
+    return got

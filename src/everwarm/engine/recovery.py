@@ -1,5 +1,4 @@
-"""Decides what happens to running requests when a step does not fit or fails. Pure: returns effects, and ``core``
-applies them.
+"""Decides what happens to running requests when a step does not fit or nothing moves. Pure: ``core`` acts.
 
 ``StallWatch`` looks for a step without progress although requests wait. The scheduler's rule excludes that; it guards
 against an unknown bug, because an endless loop looks alive from outside.
@@ -7,71 +6,30 @@ against an unknown bug, because an endless loop looks alive from outside.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from everwarm.engine.request import Finish, Request
+from everwarm.engine.request import Request
 from everwarm.engine.scheduling.scheduler import next_to_suspend
 from everwarm.engine.slots import Slot
-from everwarm.errors import ContextFull, EverwarmError, MemoryFault, PromptTooLong, WeightsTouched
+from everwarm.errors import PromptTooLong
 from everwarm.llama.cells import Cells
 
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 3  # of one request, in which libllama fails
 MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
 
 
-class Suspend(NamedTuple):
-    """Move the slot's request to RAM; it comes back in the order of admission."""
-
-    slot: Slot
-    reason: str
-
-
-class End(NamedTuple):
-    """End the slot's request; what it has read is kept."""
-
-    slot: Slot
-    finish: Finish
-    error: EverwarmError | None = None
-
-
-class StartOver(NamedTuple):
-    """Empty the slot; its request waits to be read again, unless it has failed too often. ``is_suspect``: the checkpoint
-    it stands at, if there is one, is not used again."""
-
-    slot: Slot
-    is_suspect: bool
-    has_failed: bool
-    gives_up: bool
-
-
-def when_full(oldest_first: Sequence[Slot], error: ContextFull) -> Suspend | End:
-    """The running requests fill the context: the youngest waits in RAM; a lone one has reached its length."""
+def whom_to_suspend(oldest_first: Sequence[Slot]) -> Slot | None:
+    """The running requests fill the context: the youngest waits in RAM. None: there is only one, and it has to end."""
     youngest = next_to_suspend(range(len(oldest_first)))
-    if youngest is not None:
-        return Suspend(oldest_first[youngest], str(error))
-    slot = oldest_first[0]
-    request = slot.request
-    assert request is not None
-    if slot.n_fed < request.n_prompt:  # it holds nothing that could be an answer
-        too_long = PromptTooLong(request.n_prompt_tokens, request.n_tokens(slot.n_fed))
-        return End(slot, Finish.ERROR, too_long)
-    return End(slot, Finish.LENGTH)
+    return None if youngest is None else oldest_first[youngest]
 
 
-def after_failure(slots: Sequence[Slot], error: MemoryFault, guilty: Slot | None = None) -> list[StartOver]:
-    """libllama failed and the sequences of these slots are empty: what they started from is suspect. Only ``guilty`` has
-    failed itself, or all if that is not known; none where only the weights may have been wrong during this step."""
-    is_innocent = isinstance(error, WeightsTouched)
-    effects = []
-    for slot in slots:
-        assert slot.request is not None
-        has_failed = guilty in (None, slot) and not is_innocent
-        gives_up = slot.request.attempts + has_failed >= MAX_ATTEMPTS
-        effects.append(StartOver(slot, not is_innocent, has_failed, gives_up))
-    return effects
+def why_too_long(slot: Slot, request: Request) -> PromptTooLong | None:
+    """Of a lone request that fills the context. None: it has written something, so it has reached its length."""
+    if slot.n_fed >= request.n_prompt:
+        return None
+    return PromptTooLong(request.n_prompt_tokens, request.n_tokens(slot.n_fed))
 
 
 def describe_stall(cells: Cells, slots: Sequence[Slot], waiting: Sequence[tuple[Request, str]]) -> str:
@@ -86,26 +44,25 @@ def describe_stall(cells: Cells, slots: Sequence[Slot], waiting: Sequence[tuple[
     return "; ".join(parts)
 
 
-class Remedy(enum.Enum):
-    SUSPEND_YOUNGER = enum.auto()  # all but the oldest make room
-    END_OLDEST = enum.auto()  # that did not help
-
-
 @dataclass(slots=True)
 class StallWatch:
     n_steps: int = 0  # since something last moved
     n_fed: int = 0  # sequences that the context had decoded for by then
 
-    def note(self, n_fed: int, *, has_moved: bool) -> Remedy | None:
+    def note(self, n_fed: int, *, has_moved: bool) -> None:
         """After every step. ``n_fed``: sequences that the context has decoded for since the start."""
         if has_moved or n_fed != self.n_fed:
             self.n_steps = 0
             self.n_fed = n_fed
-            return None
-        self.n_steps += 1
-        if self.n_steps == MAX_STEPS:
-            return Remedy.SUSPEND_YOUNGER
-        if self.n_steps == 2 * MAX_STEPS:
-            self.n_steps = 0
-            return Remedy.END_OLDEST
-        return None
+        else:
+            self.n_steps += 1
+
+    @property
+    def is_stalled(self) -> bool:
+        """Once: all but the oldest should make room."""
+        return self.n_steps == MAX_STEPS
+
+    @property
+    def is_hopeless(self) -> bool:
+        """That did not help: the oldest should end."""
+        return self.n_steps >= 2 * MAX_STEPS

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from everwarm.config import ContextShift, Sampling, ThinkingBudget, require
 from everwarm.engine.inspect.read_reason import counted
-from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentImage
+from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentMedia
 from everwarm.engine.speculation.draft_length import Record
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
@@ -53,7 +53,7 @@ class Ask:
     n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
     slot: int | None = None  # wait for this very slot
     session: str | None = None  # the conversation's session: slots of an active session are reused last
-    images: Mapping[bytes, SentImage] = field(default_factory=dict)  # of the prompt's media items, by their digest
+    images: Mapping[bytes, SentMedia] = field(default_factory=dict)  # of the prompt's media items, by their digest
     stables: tuple[int, ...] = ()
     breakpoints: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None  # what the reply must look like
@@ -71,7 +71,7 @@ class Ask:
 
     @property
     def is_background(self) -> bool:
-        """Nobody waits for it: it runs last, and what it leaves is the first to be evicted."""
+        """No user waits for it: it runs last, and what it leaves is the first to be evicted."""
         return self.priority > 0
 
     def __post_init__(self) -> None:
@@ -243,7 +243,9 @@ class Request:
     def shifted(self, n_ctx: int) -> Request | None:
         """The same request with less behind it, where its context was full: what is left is a prompt that is read like any
         other, so all that is kept of it is what its items give. None: it may not go on, or nothing can be dropped."""
-        shift, n_more, before = self.ask.shift, self.ask.max_tokens - self.n_reply, self._as_before()
+        shift = self.ask.shift
+        n_more = self.ask.max_tokens - self.n_reply
+        before = self._as_before()
         if shift is None or n_more <= 0 or self.ask.prompt.media:
             return None
         n_keep = min(before.n_prompt if shift.n_keep < 0 else shift.n_keep, n_ctx // 2)

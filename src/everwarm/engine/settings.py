@@ -92,7 +92,7 @@ class EngineSettings:
     ram_bytes: int | None = None  # copies of checkpoints and segments
     pin_ram: PinRam = "auto"  # with a model on a GPU: have the RAM tier's memory copied at the speed of the bus
     namespace_share: float = 1.0  # the most of RAM and disk that what one API key and salt keeps may take
-    mmproj: str | None = None  # the projector file that lets the model see images
+    mmproj: str | None = None  # the projector file that lets the model see images and hear sounds
     store: StoreSettings | None = None  # None: nothing is written to disk
     remote: RemoteSettings | None = None  # None: nothing is shared with other servers
     prefill_beside_decode: int = 128  # prompt tokens per step while replies are being written

@@ -34,7 +34,6 @@ from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
-from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.derived_models import DerivedModels
 from everwarm.gateway.ollama.pull import Pulls
@@ -89,12 +88,11 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
         *OpenAI(pool, gate, replies, chats := StoredChats(gate, store)).routes(),
-        *Responses(pool, gate, replies, preparer, store).routes(),
+        *(responses := Responses(pool, gate, replies, preparer, store)).routes(),
         *Models(pool, gate, pulls).routes(),
-        *(llama_server := LlamaServer(pool, gate, replies, preparer, settings)).routes(),
+        *(llama_server := LlamaServer(pool, gate, replies, preparer, settings, scales)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
         *chats.routes(),
-        *AdapterRoutes(pool, gate, scales).routes(),
         *Ollama(pool, gate, replies, pulls, llama_server.fill_in, DerivedModels(pool, settings.state_dir)).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),
@@ -109,7 +107,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         limits.is_draining = True
         cache.hub.close()
         await pool.stop(settings.grace_s)
-        await images.close()
+        await asyncio.gather(responses.close(), images.close())
         for each in (bodies, store, remembered, pulls):
             each.close()
         if traces is not None:

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.gateway.sqlite_store import NamespaceShare, SqliteStore, StoreLimits, victims
+from everwarm.gateway.sqlite_store import SqliteStore, StoreLimits, victims
 from everwarm.types import Json
 
 log = logging.getLogger("everwarm.responses")
@@ -27,6 +26,7 @@ log = logging.getLogger("everwarm.responses")
 FILE = "responses.sqlite"
 MAX_LINKS = 10_000  # of one conversation
 MAX_LISTED = 1_000  # answers that a list looks at: the newest
+MAX_PAGE = 100
 _VERSION = 1
 
 _TABLES = (  # bodies are apart, because every use rewrites the row
@@ -37,13 +37,9 @@ _TABLES = (  # bodies are apart, because every use rewrites the row
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseLimits(StoreLimits):
-    max_chain_bytes: int = 32 << 20  # of a conversation that is continued: as much as a body may have
-
-
-ON_DISK = ResponseLimits(20_000, 512 << 20)
-IN_MEMORY = ResponseLimits(20_000, 128 << 20)
+ON_DISK = StoreLimits(20_000, 512 << 20)
+IN_MEMORY = StoreLimits(20_000, 128 << 20)
+MAX_CHAIN_BYTES = 32 << 20  # of a conversation that is continued: as much as a body may have
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -90,9 +86,12 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class ResponseStore:
     """A disk error is logged and counts as a miss."""
 
-    def __init__(self, directory: str | None, limits: ResponseLimits | None = None) -> None:
+    def __init__(
+        self, directory: str | None, limits: StoreLimits | None = None, max_chain_bytes: int = MAX_CHAIN_BYTES
+    ) -> None:
         path = Path(directory).expanduser() / FILE if directory is not None else None
         self._limits = limits or (IN_MEMORY if directory is None else ON_DISK)
+        self._max_chain_bytes = max_chain_bytes
         self._store = SqliteStore(path, _TABLES, _VERSION, "responses")
 
     def close(self) -> None:
@@ -163,7 +162,7 @@ class ResponseStore:
         found: list[StoredResponse] = []
         try:
             with self._store.transaction() as database:
-                _require_small(database, _chain_ids(database, namespace, id), self._limits.max_chain_bytes)
+                _require_small(database, _chain_ids(database, namespace, id), self._max_chain_bytes)
                 link: str | None = id
                 while link is not None:
                     kept = _read(database, namespace, link) if len(found) < MAX_LINKS else None
@@ -209,14 +208,8 @@ class ResponseStore:
     def _evict(self, database: sqlite3.Connection, newest: str) -> None:
         n, n_bytes = _size(database)
         if n > self._limits.max_rows or n_bytes > self._limits.max_bytes:
-            _drop(database, victims(_shares(database, newest), self._limits))
-
-
-def _shares(database: sqlite3.Connection, newest: str) -> list[NamespaceShare]:
-    """All but the newest may be evicted; of one conversation the later ones first, so that what stays is complete."""
-    rows = "SELECT id, n_bytes FROM responses WHERE namespace = ? AND id != ? ORDER BY used, rowid DESC"
-    sums = database.execute("SELECT namespace, COUNT(*), SUM(n_bytes) FROM responses GROUP BY namespace").fetchall()
-    return [NamespaceShare(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
+            # of one conversation the later ones first, so that what stays is complete
+            _drop(database, victims(database, "responses", "used, rowid DESC", newest, self._limits))
 
 
 def _next_use(database: sqlite3.Connection) -> int:
@@ -268,3 +261,28 @@ def _drop(database: sqlite3.Connection, ids: list[str]) -> None:
 
 def _touch(database: sqlite3.Connection, ids: list[str], used: int) -> None:
     database.executemany("UPDATE responses SET used = ? WHERE id = ?", [(used, id) for id in ids])
+
+
+def page_of(items: Sequence[Json], query: Mapping[str, str], order: str = "desc") -> Json:
+    """A part of a list, as OpenAI's clients ask for it: ``limit``, ``order`` and ``after``. ``items``: the oldest first;
+    ``order``: where the query has none."""
+    limit = query.get("limit", "20")
+    order = query.get("order", order)
+    after = query.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MAX_PAGE):
+        raise BadRequest(f"limit is {limit[:20]!r}; give 1 to {MAX_PAGE}")
+    if order not in ("asc", "desc"):
+        raise BadRequest(f"order is {order[:20]!r}; give asc or desc")
+    listed = items if order == "asc" else items[::-1]
+    ids = [item["id"] for item in listed]
+    if after is not None and after not in ids:
+        raise BadRequest(f"after is {after[:80]!r}, which is none of the items")
+    start = ids.index(after) + 1 if after is not None else 0
+    page = listed[start : start + int(limit[:9])]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": start + len(page) < len(listed),
+    }

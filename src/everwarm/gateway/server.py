@@ -289,7 +289,8 @@ def gpu_line(placement: Placement | None) -> str:
 
 def _disk(standing: Standing) -> str:
     """What the disk tier may take and where; or why it takes nothing."""
-    store, load = standing.spec.settings.store, standing.supervisor.load
+    store = standing.spec.settings.store
+    load = standing.supervisor.load
     if store is None:
         return "nothing is kept (--disk-cache 0)"
     if load is not None and "disk" in load.degraded:

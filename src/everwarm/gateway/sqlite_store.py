@@ -101,29 +101,31 @@ class SqliteStore:
         return database
 
 
-@dataclass(slots=True)
-class NamespaceShare:
-    """What one namespace stores. ``rows``: ids with their sizes, in the order of eviction."""
-
-    n: int
-    n_bytes: int
-    rows: Iterator[tuple[str, int]]
-
-
-def victims(shares: list[NamespaceShare], limits: StoreLimits) -> list[str]:
-    """The ids to evict until the limits hold: always of the largest namespace, the least recently used first."""
-    n, n_bytes = sum(share.n for share in shares), sum(share.n_bytes for share in shares)
+def victims(database: sqlite3.Connection, table: str, order: str, newest: object, limits: StoreLimits) -> list[str]:
+    """The ids to evict until the limits hold: always of the largest namespace, in this order; never the newest."""
+    rows = f"SELECT id, n_bytes FROM {table} WHERE namespace = ? AND id != ? ORDER BY {order}"
+    sums = f"SELECT namespace, COUNT(*), SUM(n_bytes) FROM {table} GROUP BY namespace"
+    counts: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for namespace, n, n_bytes in database.execute(sums).fetchall():
+        counts[namespace] = n
+        sizes[namespace] = n_bytes
+    left = {namespace: database.execute(rows, (namespace, newest)) for namespace in counts}
+    n_over = sum(counts.values()) - limits.max_rows
+    bytes_over = sum(sizes.values()) - limits.max_bytes
     gone = []
-    while shares and (n > limits.max_rows or n_bytes > limits.max_bytes):
-        is_by_bytes = n_bytes > limits.max_bytes
-        largest = max(shares, key=lambda share: share.n_bytes if is_by_bytes else share.n)
-        row = next(largest.rows, None)
+    while left and (n_over > 0 or bytes_over > 0):
+        by = sizes if bytes_over > 0 else counts
+        largest = max(left, key=by.__getitem__)
+        row = next(left[largest], None)
         if row is None:
-            shares = [share for share in shares if share is not largest]
+            del left[largest]
             continue
         gone.append(row[0])
-        largest.n, largest.n_bytes = largest.n - 1, largest.n_bytes - row[1]
-        n, n_bytes = n - 1, n_bytes - row[1]
+        counts[largest] -= 1
+        sizes[largest] -= row[1]
+        n_over -= 1
+        bytes_over -= row[1]
     return gone
 
 

@@ -4,7 +4,8 @@
 ``vocab`` are its objects with Python's manners: every refusal is an error, every handle closes itself. ``embedder`` has a
 model that makes vectors.
 ``cells`` counts KV cells; ``blobs`` checks state blobs before libllama sees them; ``kv_splice`` joins and cuts KV
-in them. ``media`` is libmtmd, ``constraints`` llguidance, ``system`` the process, its memory and its files.
+in them, ``state_types`` packs states into fewer bytes. ``mtp`` is a model's own head, ``media`` libmtmd, ``constraints``
+llguidance, ``system`` the process, its memory and its files.
 """
 
 if not __debug__:

@@ -100,7 +100,9 @@ def _room_before(data: Blob) -> Blob | None:
 def in_streams(data: Blob, kind: MemoryKind, n_streams: int, stream: int) -> Blob:
     """A whole sequence as a context writes it whose KV has so many streams, in which it is this one: where KV is not
     unified, every slot of llama-server has its own. Data that is no such sequence is returned as it is."""
-    parts, rest, n_caches = [], data, kind.has_attention + kind.has_window
+    parts = []
+    rest = data
+    n_caches = kind.has_attention + kind.has_window
     if not n_caches or n_streams == 1 == int.from_bytes(data[:4].tobytes(), "little"):
         return data
     for _ in range(n_caches):
@@ -109,7 +111,8 @@ def in_streams(data: Blob, kind: MemoryKind, n_streams: int, stream: int) -> Blo
             return data
         n_cells, body, rest = found
         counts = [n_streams, *(n_cells if i == stream else 0 for i in range(n_streams))]
-        head, tail = np.array(counts[: stream + 2], "<u4"), np.array(counts[stream + 2 :], "<u4")
+        head = np.array(counts[: stream + 2], "<u4")
+        tail = np.array(counts[stream + 2 :], "<u4")
         parts += [head.view(np.uint8), body, tail.view(np.uint8)]
     return np.concatenate([*parts, rest])
 

@@ -25,7 +25,7 @@ from everwarm.llama.blobs import (
     with_header,
     without_nan,
 )
-from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined
+from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined, scattered
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.llama.mtp.head import Due, HeadFeed
@@ -147,6 +147,17 @@ class Context(Sequences):
         if self.head is not None:
             self.head.read([HeadFeed(f.seq, f.tokens, f.start.pos, f.n_draft, f.is_for_head) for f in feeds])
 
+    def warm_up(self) -> None:
+        """Decodes steps of the shapes that replies have, and forgets them. A GPU takes several times as long for what it
+        does for the first time, and the first replies should neither wait for that nor be judged by it."""
+        seq = SeqId(0)
+        for n_draft in (0, 0, self.n_snapshots, self.n_snapshots):
+            tokens = np.zeros(1 + n_draft, np.int32)
+            self.draft([(seq, tokens[:1], max(1, n_draft))])
+            self.decode([Feed(seq, tokens, self._end[seq], True, n_draft)])
+            self.logits(0)
+        self.clear()
+
     def draft(self, wanted: Sequence[tuple[SeqId, Tokens, int]]) -> dict[SeqId, list[int]]:
         """What the model's head expects: for a sequence and the tokens that are due in it, so many tokens after them."""
         if self.head is None:
@@ -159,14 +170,14 @@ class Context(Sequences):
             self.head.trim(seq, pos)
 
     def see(self, seq: SeqId, media: MediaModel, embedding: Embedding, end: Mark, *, wants_logits: bool) -> None:
-        """Append a whole image. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
+        """Append a whole image or sound. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
         self._check_seq(seq)
         assert not self._stateless[seq], f"sequence {seq} has KV but no state"
         n = embedding.shape.n_tokens
         start = self._end[seq]
         assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
         if self._has_attention and n > self.cells.free:
-            raise ContextFull(f"a picture of {n} cells does not fit into {self.cells.free}")
+            raise ContextFull(f"an image of {n} cells does not fit into {self.cells.free}")
         files = self.model.files
         before = self.model.files.before_use()
         code = decode_image(
@@ -177,15 +188,15 @@ class Context(Sequences):
             start.pos,
             wants_logits=wants_logits,
             uses_mrope=media.uses_mrope,
-            causal=media.is_causal,
+            causal=media.is_causal or embedding.shape.is_sound,
             n_batch=self.n_batch,
             n_ubatch=self.options.n_ubatch,
         )
         if code == 1:
-            raise ContextFull(f"libllama found no room for a picture of {n} cells")
+            raise ContextFull(f"libllama found no room for an image of {n} cells")
         if code != 0:
             self.drop(seq)
-            raise DecodeFailed(f"libllama could not read a picture (code {code}): {self._lib.last_words()}")
+            raise DecodeFailed(f"libllama could not read an image (code {code}): {self._lib.last_words()}")
         if files.look() != before:
             self._distrust([seq])
         self._rows = [_LAST_ROW] if wants_logits else []
@@ -340,8 +351,27 @@ class Context(Sequences):
         """KV and state of a whole sequence, as libllama writes them into a file."""
         return self._read(seq, abi.STATE_FULL, place)[HEADER_BYTES:]
 
-    def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark) -> int:
-        """Put a whole sequence in place of an empty one; returns its bytes. On ``StateRejected`` it is still empty."""
+    def scattered_sequence(
+        self, parts: Sequence[tuple[Blob, Mark, Mark]], state: Blob | None, seq: SeqId
+    ) -> list[Blob]:
+        """The bytes of ``capture_sequence`` out of segments and a state that are in RAM, without a copy and without the
+        device. ``StateRejected``: they cannot be put together."""
+        kv = [(split(blob)[0], int(start.pos), int(stop.pos)) for blob, start, stop in parts]
+        found = scattered(kv, self._n_tail, seq)
+        return found if state is None else [*found, split(state)[0][HEADER_BYTES:]]
+
+    def capture_head(self, seq: SeqId) -> Blob | None:
+        """What the model's head knows of a sequence: its KV, and behind that the row that goes with the next token. None:
+        it does not know all of it, or there is no head."""
+        if self.head is None:
+            return None
+        end = self._end[seq].pos
+        row, kv = self.head.row(seq, end), self.head.capture(seq, 0, end)
+        return None if row is None or kv is None else Room(heap, row).closed(kv)
+
+    def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark, head: Blob | None = None) -> int:
+        """Put a whole sequence in place of an empty one; returns its bytes. ``head``: what the model's head knew of it. On
+        ``StateRejected`` it is still empty."""
         self._check_seq(seq)
         assert self._end[seq] == START, f"sequence {seq} is not empty"
         blob = with_header(data, seq)
@@ -357,6 +387,10 @@ class Context(Sequences):
             self.cells.append(seq, mark.n_tokens, clean=False)
         self._disturb_windows()
         self._end[seq], self._state_clean[seq] = mark, False
+        if self.head is not None and head is not None:
+            kv, row = split(head)
+            self.head.splice(seq, kv, 0, mark.pos, mark.n_tokens)
+            self.head.stand(seq, mark.pos, row)
         return n - HEADER_BYTES
 
     # segments: intervals

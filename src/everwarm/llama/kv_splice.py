@@ -4,7 +4,7 @@ same cells. Without libllama, so that no sequence has to hold them. Pure."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -85,6 +85,37 @@ def cut(blob: Blob, start: int, stop: int, n_tail: int, place: Place) -> Copying
         raise StateRejected(f"a segment of {len(blob)} bytes has no cells from {start} to {stop}")
     is_run = chosen[-1] - chosen[0] == n - 1
     return _write([(source, slice(chosen[0], chosen[0] + n) if is_run else chosen, n)], n_tail, place)
+
+
+def scattered(parts: Sequence[tuple[Blob, int, int]], n_tail: int, seq: int) -> list[Blob]:
+    """The cells of these blobs, each from one position to another, as libllama writes a sequence into a file: the bytes in
+    their order, where they lie. ``StateRejected`` where that would be very many pieces."""
+    chosen = [(source, _run_of(source, start, stop)) for source, start, stop in _reading(parts, n_tail)]
+    sources = [source for source, _ in chosen]
+    first, n = sources[0], sum(run.stop - run.start for _, run in chosen)
+    _require_alike(sources, n_tail)
+    cells = np.concatenate([source.cells[run] for source, run in chosen])
+    cells[:, -4:] = np.frombuffer(struct.pack("<i", seq), np.uint8)
+    found = [np.frombuffer(CELLS.pack(1, n), np.uint8), cells.reshape(-1), first.layers_head]
+    for i, layer in enumerate(first.layers):
+        if layer.n_lines != 1:
+            raise StateRejected("values that are stored by element lie in too many pieces")
+        found.append(first.head_of(layer))
+        found += [source.numbers_of(source.layers[i])[0, run].reshape(-1) for source, run in chosen]
+    return found
+
+
+def _reading(parts: Sequence[tuple[Blob, int, int]], n_tail: int) -> Iterator[tuple[_Source, int, int]]:
+    return ((_read(blob, n_tail), start, stop) for blob, start, stop in parts)
+
+
+def _run_of(source: _Source, start: int, stop: int) -> slice:
+    """The cells at these positions, which lie beside each other."""
+    positions = source.cells[:, :4].copy().view("<i4").ravel()
+    chosen = np.flatnonzero((positions >= start) & (positions < stop))
+    if len(chosen) == 0 or chosen[-1] - chosen[0] != len(chosen) - 1:
+        raise StateRejected(f"the cells from {start} to {stop} do not lie beside each other")
+    return slice(int(chosen[0]), int(chosen[-1]) + 1)
 
 
 def cut_bytes(blob: Blob, n_cells: int, n_tail: int) -> int:

@@ -89,7 +89,8 @@ class Sampler(Closing):
             return [*(makers[name]() for name in ("penalties", "dry") if name in makers), lib.sampler_init_greedy()]
         parts = [makers[name]() for name in sampling.samplers if name in makers]
         if "adaptive_p" in sampling.samplers:
-            target, decay = sampling.adaptive_target, sampling.adaptive_decay
+            target = sampling.adaptive_target
+            decay = sampling.adaptive_decay
             return [*parts, lib.sampler_init_adaptive_p(target, decay, self.seed)]
         return [*parts, lib.sampler_init_dist(self.seed)]
 
@@ -117,7 +118,8 @@ class Sampler(Closing):
         if sampling.typical_p < 1.0:
             makers["typ_p"] = partial(lib.sampler_init_typical, sampling.typical_p, keep)
         if sampling.xtc_probability > 0.0:
-            chance, threshold = sampling.xtc_probability, sampling.xtc_threshold
+            chance = sampling.xtc_probability
+            threshold = sampling.xtc_threshold
             makers["xtc"] = partial(lib.sampler_init_xtc, chance, threshold, keep, self.seed)
         return makers
 

@@ -53,7 +53,9 @@ def pack(blob: Blob, kind: StateType, place: Place = heap) -> Blob:
 
 def unpack(blob: Blob) -> Blob:
     """libllama's blob again; ``StateRejected``: it is not a packed one."""
-    parts, at, total = [blob[len(MAGIC) : len(MAGIC) + _HEAD]], len(MAGIC) + _HEAD, _HEAD
+    parts = [blob[len(MAGIC) : len(MAGIC) + _HEAD]]
+    at = len(MAGIC) + _HEAD
+    total = _HEAD
     while at < len(blob):
         if at + _PACKED.size > len(blob):
             raise StateRejected("a packed state ends inside a record")

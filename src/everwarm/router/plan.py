@@ -307,7 +307,8 @@ class Planner:
                 continue
             victims = self._victims([*coming, model], going)
             if victims == [] and self._fit(self._held(), [model]):
-                model.phase, model.held_bytes = Phase.LOADING, model.plan.n_bytes
+                model.phase = Phase.LOADING
+                model.held_bytes = model.plan.n_bytes
                 model.load_requested_at = model.reason = None
                 self._effects.append(Load(model.plan.id))
                 continue

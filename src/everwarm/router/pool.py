@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from everwarm.engine.process.messages import Backlog
-from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, NoRoom, NotFound
+from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, NotFound
 from everwarm.router import plan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import ModelPlan, ModelStatus, Phase, Planner, PoolLimits
@@ -392,4 +392,5 @@ def _without_paths(reason: str, spec: ModelSpec) -> str:
 def _refusal(code: plan.RefusalCode, message: str) -> EverwarmError:
     if code == "model_not_found":
         return NotFound(message, code)
-    return NoRoom(message) if code in ("model_too_large", "no_room") else EngineStopped(message)
+    has_no_room = code in ("model_too_large", "no_room")
+    return EngineStopped(message, code="no_room_for_model") if has_no_room else EngineStopped(message)

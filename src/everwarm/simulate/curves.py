@@ -19,6 +19,8 @@ class Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes_per_token: int
     load_bytes_per_s: float
     prefill: tuple[tuple[float, float], ...]
+    logits_bytes: int = 0  # of one row, which is kept with the end of a prompt
+    segment_bytes: int = 0  # that each segment takes beside its tokens
 
     def read_s(self, start: int, stop: int) -> float:
         """Seconds to read the tokens from ``start`` to ``stop``."""
@@ -48,6 +50,8 @@ _MOST = {
     "state_bytes": _Range(1, 1 << 40),
     "kv_bytes_per_token": _Range(0, 1 << 30),
     "load_bytes_per_s": _Range(1, 1e15),
+    "logits_bytes": _Range(0, 1 << 30),
+    "segment_bytes": _Range(0, 1 << 30),
 }
 
 # A 27B hybrid at Q8_0 on an H200: 26,549 tokens in 9.2 s, 149.6 MiB of state, 64 KiB of KV per token, 22 ms to set a state.

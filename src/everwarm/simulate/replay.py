@@ -11,7 +11,8 @@ from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
-from everwarm.simulate.simulated_cache import DeviceSize, HeldState, Outcome, SimulatedCache
+from everwarm.simulate.simulated_cache import HeldState, Outcome, SimulatedCache
+from everwarm.simulate.simulated_device import DeviceSize
 from everwarm.simulate.simulated_disk import DiskSize
 from everwarm.simulate.trace import TraceTurn
 

@@ -54,11 +54,15 @@ class SimulatedDisk:
         """Whether more can be written without evicting anything."""
         return self._tree.ram_bytes < self.size.n_bytes
 
+    def seconds(self, n_bytes: int) -> float:
+        """To load so many bytes."""
+        return n_bytes / self.size.bytes_per_s
+
     def load_s(self, node: Node, n_bytes: int) -> float | None:
         """Seconds to load so many bytes of what a node in RAM keeps; None: they are not here."""
         copy = self._copies.get(node.id)
         is_here = copy is not None and copy.checkpoint is not None and self._tree.has(copy)
-        return n_bytes / self.size.bytes_per_s if is_here else None
+        return self.seconds(n_bytes) if is_here else None
 
     def deepest(self, prompt: Prompt, now: float) -> int:
         """How many items of a prompt the deepest state here has; 0: there is none."""

@@ -153,8 +153,8 @@ def _expanded(blocks: list[tuple[int, int]]) -> Codes:
 
 
 def _image(media: _Media, n_items: int) -> MediaItem:
-    require(0 <= media.index < n_items, f"a picture is at {media.index}; the prompt has {n_items} items")
-    require(0 < media.n_tokens <= MAX_ITEMS and 0 < media.n_pos <= MAX_ITEMS, "a picture needs tokens and positions")
+    require(0 <= media.index < n_items, f"an image is at {media.index}; the prompt has {n_items} items")
+    require(0 < media.n_tokens <= MAX_ITEMS and 0 < media.n_pos <= MAX_ITEMS, "an image needs tokens and positions")
     try:
         digest = bytes.fromhex(media.digest)
     except ValueError:

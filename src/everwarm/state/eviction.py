@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import NamedTuple
 
 from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import PROVISIONAL, Entry, assumed_returns, victims
+from everwarm.state.policy import PROVISIONAL, CutKind, Entry, assumed_returns, choose, score, victims
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
@@ -21,6 +21,7 @@ MAX_BRANCH = 64  # nodes that are weighed together at least
 PART_SHARE = 0.125  # of the bytes of a part, at most, that one sweep evicts from it
 LEAST_SHARE = 0.5  # of the nodes of a part that come from those; the round gets the others
 N_LEAST = 64  # of the least valuable nodes that the next sweep weighs again
+COPIED = 1 / 256  # of the returns: those to a copy of what the device still holds, which helps only if the engine dies
 MAX_ROUNDS = 16  # namespaces whose rounds are remembered
 
 
@@ -46,7 +47,7 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
     """
     index = {id(node): i for i, node in enumerate(nodes)}
     parents = [-1 if node.parent is None else index.get(id(node.parent), -1) for node in nodes]
-    below = _from_below(nodes, parents)
+    below = _from_below(nodes, parents, scales)
     may_go = below.wanted if scales.needs_checkpoints else below.covered  # where this says False
     above: list[_Above] = []
     entries = []
@@ -57,9 +58,59 @@ def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
             continue
         if node.checkpoint is not None and node.checkpoint.size_bytes:
             entries.append(_state_entry(i, node, node.checkpoint, scales, found, is_newest=not below.followed[i]))
-        if node.segment is not None and not may_go[i] and (_is_first(node) or (p >= 0 and may_go[p])):
+        if node.segment is None:
+            continue
+        if not may_go[i] and (_is_first(node) or (p >= 0 and may_go[p])):
             entries.append(_segment_entry(i, node, node.segment, scales))
+        elif scales.needs_checkpoints and _is_first(node) and below.is_resident[id(node.segment)]:
+            entries.append(_copy_entry(i, node, node.segment, scales, below.returns[i]))
     return entries
+
+
+def is_worth_copying(turn: Entry, entries: Iterable[Entry], n_bytes: int) -> bool:
+    """Whether a turn that the device holds should be in RAM as well, although ``n_bytes`` of others would be evicted for
+    that: only if all of those are worth less than a copy."""
+    worth = COPIED * score(turn)
+    weighed = {entry.key: entry for entry in entries}
+    choice = choose(weighed.values(), n_bytes, 0)
+    n_freed = sum(weighed[key].size_bytes + weighed[key].kv_bytes for key in choice.keys)
+    return n_freed >= n_bytes and all(each < worth for each in choice.worths)
+
+
+def least_parked(parked: Iterable[Node], part: Part, scales: Scales, state_bytes: int, free_bytes: int) -> Node | None:
+    """Which parked state gives way to a new one: the one that would be missed least, if RAM would miss more of what it had
+    to evict for a state. None: RAM has room, or something that is worth less. ``part``: what is weighed, with ``scales``
+    for it; parked states outside of it stay, because nothing is known of their returns."""
+    n_bytes = state_bytes - free_bytes
+    if n_bytes <= 0:
+        return None
+    choice = choose(weigh(part.nodes, scales), n_bytes, 0)
+    most = choice.missed_s if choice.freed_bytes >= n_bytes else math.inf
+    among = part.among
+    known = (node for node in parked if among is None or node in among)
+    missed = [(_missed_s(node, scales, state_bytes), i, node) for i, node in enumerate(known) if _may_go(node, scales)]
+    least = min(missed, default=None)
+    return None if least is None or least[0] >= most else least[2]
+
+
+def _may_go(node: Node, scales: Scales) -> bool:
+    """Whether a parked state may be lost: a suspended request goes on from its own, and what is pinned was asked for."""
+    is_suspended = node.checkpoint is None or node.checkpoint.kind is CutKind.CANCEL or node.id in scales.awaited
+    return not (is_suspended or node.pins or node.n_pinned)
+
+
+def _missed_s(node: Node, scales: Scales, state_bytes: int) -> float:
+    """Seconds per unit of time that a parked state saves: its returns would go on from the checkpoint above it."""
+    checkpoint, above = node.checkpoint, node.parent
+    assert checkpoint is not None
+    while above is not None and above.checkpoint is None:
+        above = above.parent
+    is_newest = not any(n.checkpoint is not None for n in node.below() if n is not node)
+    seconds = (node.n_items - (0 if above is None else above.n_items)) * scales.seconds_per_token
+    load_s = scales.load_s(node, state_bytes)
+    return _returns_to(node, checkpoint, scales, is_newest=is_newest) * min(
+        seconds, math.inf if load_s is None else load_s
+    )
 
 
 class _Above(NamedTuple):
@@ -77,18 +128,20 @@ def _next_above(p: int, node: Node, above: _Above, n_wanted: int, scales: Scales
     assert parent is not None
     n_items, has_kv, key, n_bytes = above
     if parent.checkpoint is not None:
-        n_items, key, n_bytes = parent.n_items, 2 * p, 0
+        n_items = parent.n_items
+    if parent.checkpoint is not None and parent.checkpoint.state is not None:
+        key, n_bytes = 2 * p, 0
     elif n_wanted > 1:
         n_bytes = 0
-    return _Above(n_items, has_kv and _has_kv(node, scales), key, n_bytes + _kv_bytes(node))
+    return _Above(n_items, has_kv and _has_kv(node, scales), key, n_bytes + _kv_bytes(node, scales))
 
 
 def _above_branch(top: Node, scales: Scales) -> _Above:
     """The same for the first node of a branch: what is above it is not weighed."""
-    kept, n_bytes, is_alone = top.parent, _kv_bytes(top), True
+    kept, n_bytes, is_alone = top.parent, _kv_bytes(top, scales), True
     while kept is not None and kept.checkpoint is None:
         is_alone = is_alone and not kept.is_junction
-        n_bytes += _kv_bytes(kept) if is_alone else 0
+        n_bytes += _kv_bytes(kept, scales) if is_alone else 0
         kept = kept.parent
     has_kv = all(_has_kv(node, scales) for node in top.lineage())
     return _Above(0 if kept is None else kept.n_items, has_kv, None, n_bytes)
@@ -98,8 +151,10 @@ def _has_kv(node: Node, scales: Scales) -> bool:
     return not scales.needs_kv or node.segment is not None or id(node) in scales.resident
 
 
-def _kv_bytes(node: Node) -> int:
-    return node.segment.blob.nbytes if node.segment is not None and _is_first(node) else 0
+def _kv_bytes(node: Node, scales: Scales) -> int:
+    """What RAM would not keep without a state that needs it; what the device holds, too, goes by itself."""
+    is_kept = node.segment is not None and _is_first(node) and id(node) not in scales.resident
+    return node.segment.blob.nbytes if node.segment is not None and is_kept else 0
 
 
 class _Below(NamedTuple):
@@ -109,13 +164,18 @@ class _Below(NamedTuple):
     followed: list[bool]  # a checkpoint below it
     covered: list[bool]  # a segment that begins below it
     n_wanted: list[int]  # children of which the first is true
+    returns: list[float]  # expected
+    is_resident: dict[int, bool]  # by segment: the device holds all of it, too
 
 
-def _from_below(nodes: Sequence[Node], parents: Sequence[int]) -> _Below:
+def _from_below(nodes: Sequence[Node], parents: Sequence[int], scales: Scales) -> _Below:
     wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
     n_wanted = [0] * len(nodes)
+    returns = [scales.expected.get(node.id, 0.0) for node in nodes]
+    is_resident: dict[int, bool] = {}
     for i in range(len(nodes) - 1, -1, -1):
         node, p = nodes[i], parents[i]
+        is_resident[id(node.segment)] = id(node) in scales.resident and is_resident.get(id(node.segment), True)
         checkpoint = node.checkpoint
         wanted[i] |= checkpoint is not None and checkpoint.state is not None
         if p >= 0:
@@ -123,7 +183,8 @@ def _from_below(nodes: Sequence[Node], parents: Sequence[int]) -> _Below:
             n_wanted[p] += wanted[i]
             followed[p] |= followed[i] or checkpoint is not None
             covered[p] |= covered[i] or (node.segment is not None and _is_first(node))
-    return _Below(wanted, followed, covered, n_wanted)
+            returns[p] += returns[i]
+    return _Below(wanted, followed, covered, n_wanted, returns, is_resident)
 
 
 def _is_first(node: Node) -> bool:
@@ -139,20 +200,25 @@ def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entr
     return Entry(2 * i + 1, size, seconds, returns, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
 
 
+def _copy_entry(i: int, node: Node, segment: Segment, scales: Scales, returns: float) -> Entry:
+    """The entry of a segment that states need, but have on the device as well."""
+    seconds = (segment.n_stop - node.start) * scales.seconds_per_token
+    return Entry(2 * i + 1, segment.blob.nbytes, seconds, COPIED * returns, pinned=node.n_pinned > 0)
+
+
 def _state_entry(
     i: int, node: Node, checkpoint: Checkpoint, scales: Scales, above: _Above, *, is_newest: bool
 ) -> Entry:
-    age_s = scales.now - checkpoint.used_at
-    returns = scales.expected.get(node.id, 0.0)
-    if not returns and (is_newest or node.is_junction or checkpoint.hits):
-        returns = scales.unvisited(checkpoint.hits, age_s)
+    returns = _returns_to(node, checkpoint, scales, is_newest=is_newest)
+    if checkpoint.parked is not None:
+        returns *= COPIED
     load_s = scales.load_s(node, checkpoint.size_bytes + above.kv_bytes)
     return Entry(
         2 * i,
         checkpoint.size_bytes,
         (node.n_items - above.n_items) * scales.seconds_per_token,
         returns,
-        age_s,
+        scales.now - checkpoint.used_at,
         stranded=not above.has_kv,
         is_ahead=checkpoint.kind in PROVISIONAL and not node.children,
         pinned=node.n_pinned > 0 or node.id in scales.awaited,
@@ -160,6 +226,13 @@ def _state_entry(
         kv_bytes=above.kv_bytes,
         load_s=math.inf if load_s is None else load_s,
     )
+
+
+def _returns_to(node: Node, checkpoint: Checkpoint, scales: Scales, *, is_newest: bool) -> float:
+    returns = scales.expected.get(node.id, 0.0)
+    if not returns and (is_newest or node.is_junction or checkpoint.hits):
+        return scales.unvisited(checkpoint.hits, scales.now - checkpoint.used_at)
+    return returns
 
 
 # which nodes
@@ -201,17 +274,20 @@ class Hand:
         """How many further parts a round has."""
         return len(self._tree.census.by_id) // MAX_WEIGHED
 
-    def part(self, root: Node | None = None) -> Part:
-        """``root``: of the namespace that is swept; None: all of them are."""
+    def part(self, root: Node | None = None, resident: Iterable[Node] = ()) -> Part:
+        """``root``: of the namespace that is swept; None: all of them are. ``resident``: the ends of what the device
+        holds, of which copies go first."""
         if sum(each.n_below for each in self._roots(root)) <= MAX_WEIGHED:
             return Part(list(self._all(root)), is_whole=True)
         large, is_next = self._large, self._is_large_next
         if is_next and large is not None and self._is_part(large, root):
             self._is_large_next = False
-            return Part(list(large.below()), is_whole=False)
-        found: dict[Node, None] = {}
-        least = [node for node in self._least if root is None or node.root() is root]
-        self._add(found, least, LEAST_SHARE * MAX_WEIGHED)
+            found = dict.fromkeys(large.below())
+            self._add(found, self._own(self._least, root), len(found) + LEAST_SHARE * MAX_WEIGHED)
+            return Part(list(found), is_whole=False)
+        found = {}
+        starts = chain(self._own(resident, root), self._own(self._least, root))
+        self._add(found, starts, LEAST_SHARE * MAX_WEIGHED)
         self._add(found, islice(self._next(root), 4 * MAX_WEIGHED), MAX_WEIGHED)
         return Part(list(found), is_whole=False)
 
@@ -226,6 +302,10 @@ class Hand:
                 found.update(dict.fromkeys(top.below()))
             elif top is not None and top is not self._large:
                 self._large, self._is_large_next = top, True
+
+    def _own(self, nodes: Iterable[Node], root: Node | None) -> list[Node]:
+        """Those of the namespace that is swept."""
+        return [node for node in nodes if root is None or node.root() is root]
 
     def _is_part(self, top: Node, root: Node | None) -> bool:
         return self._tree.has(top) and top.n_below <= MAX_WEIGHED and (root is None or top.root() is root)

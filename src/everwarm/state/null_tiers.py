@@ -16,11 +16,11 @@ from everwarm.state.lineage import Point
 from everwarm.state.store.disk import Disk, DiskCounts, Pin
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader
-from everwarm.state.tier import Dropped, ObjectSource, Selection
+from everwarm.state.tier import Dropped, OpenObject, Selection
 
 if TYPE_CHECKING:  # without a remote store none of its modules is loaded
     from everwarm.state.remote.pointer import Parcel, Pointer
-    from everwarm.state.remote.remote_tier import RemoteFetch, RemoteTier
+    from everwarm.state.remote.remote_tier import RemoteTier
 
 
 class NullPins:
@@ -97,7 +97,7 @@ class NullRemote:
     is_on = False
     wait_s = 0.0
 
-    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Pointer | None:
+    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int, most: int) -> Pointer | None:
         return None
 
     def note_declined(self) -> None:
@@ -108,8 +108,8 @@ class NullRemote:
 
     @contextlib.contextmanager
     def fetching(
-        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource, names: frozenset[str]
-    ) -> Iterator[RemoteFetch]:
+        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: OpenObject, names: frozenset[str]
+    ) -> Iterator[OpenObject]:
         raise Damaged("there is no remote store")
         yield
 

@@ -24,6 +24,7 @@ SHORT = 64  # the same on a GPU, for a prompt that goes on from a checkpoint: a 
 HALF_LIFE_S = (
     30.0  # of the chance of reuse at first, where nothing was learned; each further halving takes twice as long
 )
+LOADED_SHARE = 0.25  # of the time to read it: what the disk gives back no sooner has no place there
 MAX_BREAKPOINTS = 16  # of one prompt; of more the last ones count
 
 
@@ -290,6 +291,24 @@ def _hurt(kept: Sequence[KeptCheckpoint], i: int) -> float:
     return hole / (kept[-1].n_items - before + 1)
 
 
+def worth_saving(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
+    """Which checkpoints of a conversation (ascending) go into a file, as ``n_items``: at most so many, as ``thin`` chooses.
+    Left out are guesses that no request continued from, states of requests that were suspended or cancelled, and the ends
+    of prompts before the last one: a later turn has superseded them."""
+    last_end = max((point.n_items for point in path if point.kind is CutKind.END), default=0)
+    kept = [
+        point
+        for i, point in enumerate(path)
+        if point.pinned
+        or i == len(path) - 1
+        or not (
+            point.kind in (*PROVISIONAL, CutKind.CANCEL) or (point.kind is CutKind.END and point.n_items < last_end)
+        )
+    ]
+    given_up = set(thin(kept, max_checkpoints))
+    return [point.n_items for point in kept if point.n_items not in given_up]
+
+
 class Entry(NamedTuple):
     """Something that can be evicted, as far as eviction cares."""
 
@@ -325,6 +344,8 @@ class EvictionChoice:
     worths: tuple[float, ...] = ()
     next_keys: tuple[int, ...] = ()
     least_kept: float | None = None  # the worth of what would follow; None: nothing is left
+    freed_bytes: int = 0
+    missed_s: float = 0.0  # seconds of reading, or of loading, per unit of time that the evicted ones would have saved
 
 
 def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> EvictionChoice:
@@ -346,6 +367,8 @@ def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> Evi
         tuple(each.worth for each in chosen),
         tuple(each.key for each in following),
         following[0].worth if following else None,
+        freed,
+        sum(each.missed_s for each in chosen),
     )
 
 
@@ -362,6 +385,7 @@ class _Popped:
     key: int
     size_bytes: int  # that evicting it frees
     worth: float
+    missed_s: float
 
 
 class _Kept:
@@ -405,7 +429,8 @@ class _Lot:
             rank = heapq.heappop(self._heap)
             kept = self._kept.get(rank[-1])
             if kept is not None and rank == kept.rank:
-                popped = _Popped(rank[-1], kept.size_bytes, rank[1])
+                missed_s = 0.0 if kept.entry.stranded else rank[1] * kept.size_bytes
+                popped = _Popped(rank[-1], kept.size_bytes, rank[1], missed_s)
                 self._take(kept)
                 return popped
         return None
@@ -420,7 +445,7 @@ class _Lot:
         if above is not None:
             above.below.remove(gone)
             above.below |= gone.below
-            above.returns += gone.returns if gone.load_s == math.inf else 0.0  # others resume from the disk
+            above.returns += gone.returns if gone.load_s > gone.seconds_saved else 0.0  # others resume from the disk
         for kept in (*gone.below, *(() if above is None else (above,))):
             heapq.heappush(self._heap, kept.rank)
 
@@ -446,3 +471,10 @@ def seat(seats: Sequence[Seat], worth: Callable[[int], float]) -> int:
     if empty or len(seats) == 1:
         return min(empty or seats, key=lambda s: (s.last_used, s.slot)).slot
     return min(seats, key=lambda s: (worth(s.slot) * s.n_resident, s.last_used, s.slot)).slot
+
+
+def has_other_place(unsaved_bytes: int, free_bytes: int, load_s: float, read_s: float) -> bool:
+    """Whether an idle conversation may leave the device, only so that others are faster without it: RAM has room for
+    what only the device holds of it, or the disk gives all of it back much sooner than it would be read again.
+    ``load_s``: infinite without a disk."""
+    return unsaved_bytes <= free_bytes or load_s <= LOADED_SHARE * read_s

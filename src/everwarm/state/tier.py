@@ -7,7 +7,7 @@ what is to be forgotten, so every tier has one way to do it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,22 +19,6 @@ from everwarm.state.store.object import ObjectHeader
 from everwarm.types import Blob, Place, heap
 
 
-class Tier(Protocol):
-    @property
-    def is_on(self) -> bool: ...
-
-    def has(self, name: str) -> bool:
-        """Whether an object is there with everything it needs: it need not be written again."""
-
-    def forget(self, what: Selection) -> Dropped:
-        """Drop states, and KV that no other state needs then. Counts what was dropped at once."""
-
-    def stats(self) -> dict[str, float]:
-        """Numbers by the names of their metrics."""
-
-    def close(self) -> None: ...
-
-
 class PartReader(Protocol):
     """An object whose parts can be read: from a file, from the remote store, or while it waits to be written."""
 
@@ -44,11 +28,8 @@ class PartReader(Protocol):
     def read(self, name: str, place: Place = heap) -> Blob: ...
 
 
-class ObjectSource(Protocol):
-    """Where objects are read from."""
-
-    def reading(self, name: str) -> AbstractContextManager[PartReader]:
-        """Opens an object. ``Damaged``: it is gone, or was changed."""
+# Opens an object by its name. ``Damaged``: it is gone, or was changed.
+OpenObject = Callable[[str], AbstractContextManager[PartReader]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +61,6 @@ class OnPrompts:
 
 
 @dataclass(frozen=True, slots=True)
-class TheseStates:
-    """These states, as far as they are still there."""
-
-    states: tuple[IndexedObject, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class InSpaces:
     """Everything in the namespaces with these names in headers; None: in all of them."""
 
@@ -96,4 +70,4 @@ class InSpaces:
         return self.spaces is None or space in self.spaces
 
 
-Selection = OnPrompts | TheseStates | InSpaces
+Selection = OnPrompts | tuple[IndexedObject, ...] | InSpaces  # a tuple: these states, as far as they are still there

@@ -12,7 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -276,11 +276,7 @@ def first_message_end(lineage: Iterable[Node]) -> Node | None:
     return next((node for node, point in kept if point is not None and point.kind in MESSAGE_ENDS), None)
 
 
-class TreeListener(Protocol):
-    """Called for everything that is copied to RAM and may outlive the engine."""
-
-    def on_state(self, node: Node) -> None: ...
-    def on_segment(self, node: Node) -> None: ...
+Told = Callable[[Node], None]
 
 
 class Tree:
@@ -288,12 +284,15 @@ class Tree:
         self._roots: dict[str, Node] = {}
         self.ram_bytes = 0
         self.forgotten = Ghosts()
-        self._listener: TreeListener | None = None
+        self._on_state: Told | None = None
+        self._on_segment: Told | None = None
         self.census: NodeIndex[Node] = NodeIndex()
 
-    def tell(self, listener: TreeListener) -> None:
-        """Tells a listener, which knows the tree and so is made after it, of everything that comes from now on."""
-        self._listener = listener
+    def tell(self, on_state: Told, on_segment: Told) -> None:
+        """Calls these, which know the tree and so come after it, for everything that is copied to RAM from now on and may
+        outlive the engine."""
+        self._on_state = on_state
+        self._on_segment = on_segment
 
     def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
         self.census.changed(n_states, n_segments)
@@ -394,15 +393,13 @@ class Tree:
         self._tell_of_state(node)
 
     def _tell_of_state(self, node: Node) -> None:
-        if node.checkpoint is not None and node.checkpoint.state is not None and (listener := self._listener_of(node)):
-            listener.on_state(node)
+        is_copied = node.checkpoint is not None and node.checkpoint.state is not None
+        if is_copied and self._on_state is not None and not node.root().is_volatile:
+            self._on_state(node)
 
     def _tell_of_segment(self, node: Node) -> None:
-        if listener := self._listener_of(node):
-            listener.on_segment(node)
-
-    def _listener_of(self, node: Node) -> TreeListener | None:
-        return None if node.root().is_volatile else self._listener
+        if self._on_segment is not None and not node.root().is_volatile:
+            self._on_segment(node)
 
     def add_logits(self, node: Node, logits: NDArray[np.float32]) -> None:
         assert node.checkpoint is not None and node.checkpoint.logits is None

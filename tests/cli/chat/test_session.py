@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from everwarm.cli.chat.conversation import Conversation, ReplyCost, summary
-from everwarm.cli.chat.markdown_blocks import settled
+from everwarm.cli.chat.terminal import settled
 from everwarm.errors import BadRequest
 from support.server import run_cli, serving
 

@@ -91,6 +91,15 @@ def test_where_ram_holds_nothing_spares_are_for_what_the_next_turn_needs(tmp_pat
 OPENS, ENDS = [250, 1], [250, 2]
 
 
+def test_where_ram_is_full_the_spares_hold_the_newest_states():
+    """An older one is copied for that, and RAM may evict it."""
+    with open_core(n_spares=2, ram_bytes=1 << 20, checkpoints=EVERY_50) as core:
+        run(core, PROMPT, 8, boundaries=BOUNDARIES, stable=STABLE)
+        tidy(core)
+        parked = sorted(node.n_items for _, node in core.cache.residents.spares.parked())
+        assert parked[-1] > len(PROMPT) and parked[0] >= STABLE
+
+
 def talk(core: Core, n_turns: int, *, strips: int) -> Counter[CutKind]:
     """A chat whose template leaves out the first ``strips`` tokens of earlier replies; the kinds of all states in RAM."""
     history = [*text(3, 60), *ENDS]

@@ -186,18 +186,38 @@ def test_a_turn_that_ends_with_its_prompt_is_kept_as_well(memory, n_reply):
             assert run(after, HISTORY).n_processed <= GUARD
 
 
-def test_a_turn_that_ends_is_kept_although_all_of_ram_was_used_a_moment_ago(memory):
-    """What others left less than a minute ago is protected, and the state before a reply is not: it must stay all the
-    same."""
+def in_full_ram(core: Core, n_requests: int) -> Finished:
+    """A turn that ends when RAM has room for one and a half, and holds one that was left so many requests ago."""
+    finish(core, text(20, 600), 30, stable=STABLE)
+    core.cache.ram_budget.n_bytes = 3 * core.cache.tree.ram_bytes // 2
+    core.cache.returns.n_requests += n_requests
+    ended = finish(core, HISTORY, 30, stable=STABLE)
+    assert core.cache.tree.ram_bytes <= core.cache.ram_budget.n_bytes
+    return ended
+
+
+def test_a_turn_that_ends_is_kept_although_ram_is_full_of_what_nobody_comes_back_to(memory):
     with open_core(memory=memory, n_spares=3) as core:
-        finish(core, text(20, 600), 30, stable=STABLE)
-        core.cache.ram_budget.n_bytes = 3 * core.cache.tree.ram_bytes // 2
-        for seed in range(21, 27):
-            ended = finish(core, text(seed, 600), 30, boundaries=(580,))
-            assert core.cache.tree.ram_bytes <= core.cache.ram_budget.n_bytes
-            assert where(core, ended) is Where.RAM
-            with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
-                assert run(after, text(seed, 600)).n_processed <= GUARD
+        assert where(core, in_full_ram(core, 8000)) is Where.RAM
+        with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
+            assert run(after, HISTORY).n_processed <= GUARD
+
+
+def test_a_turn_that_is_on_the_device_evicts_nobody_who_may_come_back(memory):
+    """Its copy would help only if the engine died."""
+    with open_core(memory=memory, n_spares=3) as core:
+        assert where(core, in_full_ram(core, 1)) is Where.NOWHERE
+        assert run(core, HISTORY).n_processed <= GUARD and run(core, text(20, 600)).n_processed <= GUARD
+
+
+def test_a_turn_for_which_ram_is_too_good_is_on_disk_before_the_last_frame_leaves(memory, tmp_path):
+    store = on(tmp_path / "states")
+    with open_core(memory=memory, n_spares=3, store=store) as core:
+        core.cache.tiers.wait_open(30)
+        assert where(core, in_full_ram(core, 1)) is Where.DISK
+    with open_core(n_spares=3, store=store) as core:
+        core.cache.tiers.wait_open(30)
+        assert run(core, HISTORY).n_processed <= GUARD and run(core, text(20, 600)).n_processed <= GUARD
 
 
 def without_room(core: Core) -> None:

@@ -4,47 +4,58 @@ has the bits of a server that nobody disturbed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from everwarm.engine.cache import ram_writer, restore
 from everwarm.engine.core import Core
+from everwarm.engine.tiers import loader
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from support.drive import check, memory_of, open_core, record_logits, replay, run, text, tidy
-from support.kept_cores import put_away, sharing
+from support.kept_cores import kept_core, put_away, sharing
 
 KINDS = ["qwen35", "jamba", "mamba2", "gemma3"]
 OPENING = [7, 8, 9, 10, 11]  # of a reply, as templates write it: the next turn shares a part of it
 
 
 class Chat:
-    """``n_opening``: how much of the opening the next turn begins with. ``by_message``: cuts at the ends of replies."""
+    """``n_opening``: how much of the opening the next turn begins with. ``by_message``: cuts at the ends of replies;
+    ``by_reply``: also where they end as the next turn has them."""
 
-    def __init__(self, n_opening: int = 3, *, by_message: bool = False, seed: int = 0, n_first: int = 300) -> None:
+    def __init__(
+        self, n_opening: int = 3, *, by_message: bool = False, by_reply: bool = False, seed: int = 0, n_first: int = 300
+    ) -> None:
         self._seed, self._n_first = seed, n_first
         self._n_opening = n_opening
-        self._by_message = by_message
+        self._by_message, self._by_reply = by_message, by_reply
         self._said: list[int] = []
-        self._ends: list[int] = []
+        self.ends: list[int] = []
         self.regrets: list[int] = []
         self.rows: list[np.ndarray] = []
 
     def turn(self, core: Core, **more: object) -> None:
         n = len(self.regrets)
         new = text(100 * self._seed + 10 + n, 60) if n else [*OPENING, *text(100 * self._seed, self._n_first)]
-        body = [*self._said, *new]
-        self._ends.append(len(body))
+        body = self.next_prompt(new)
+        self.ends.append(len(body))
         rows = record_logits(core)
-        asked = {"boundaries": tuple(self._ends), "stable": len(body), "deterministic": True, **more}
+        asked = {"boundaries": tuple(self.ends), "stable": len(body), "deterministic": True, **more}
         result = run(core, [*body, *OPENING], 6, **asked)
         del core.context.decode  # of the recording
         self.rows.extend(rows)
         self.regrets.append(len(self._said) - result.n_cached if n else 0)
         self._said = [*body, *OPENING[: self._n_opening], *result.tokens, 5, 5]
         if self._by_message:
-            self._ends.append(len(body) + len(OPENING))
+            self.ends.append(len(body) + len(OPENING))
+        if self._by_reply:
+            self.ends.append(len(self._said))
+
+    def next_prompt(self, new: list[int]) -> list[int]:
+        return [*self._said, *new]
 
     @property
     def regret(self) -> int:
@@ -156,6 +167,34 @@ def test_kv_of_another_reading_is_fetched_again(url: str, exact: bool, monkeypat
         assert core.cache.tiers.remote.counts.n_hits == 1
     assert same(chat.rows, golden.rows) or not exact
     assert (chat.regret <= 0) == exact, f"KV of another reading was of use: {chat.regrets}"
+
+
+@pytest.mark.parametrize("n_looks", [8, 1])
+@pytest.mark.parametrize("where", ["remote", "disk"])
+def test_a_deeper_state_of_several_readings_hides_none_of_one(
+    where: str, n_looks: int, url: str, tmp_path: Path, monkeypatch
+) -> None:
+    """Where another conversation's first tokens are in RAM, a request that does not ask for exactness takes those, and
+    keeps a deeper state. One look alone, the control, finds only that one."""
+    monkeypatch.setattr(loader, "MOST_LOOKS", n_looks)
+    with open_core(n_slots=1) as core:
+        golden = turns(core, Chat(by_reply=True), 3)
+    chat = Chat(by_reply=True)
+
+    def engine(n_slots: int) -> AbstractContextManager[Core]:
+        return sharing(url, n_slots=n_slots) if where == "remote" else kept_core(tmp_path, n_slots=n_slots)
+
+    with engine(1) as core:
+        for each in (Chat(by_reply=True, seed=1), chat):  # of equal length: the second needs KV of the first
+            turns(core, each, 2)
+            put_away(core)
+    with engine(2) as core:
+        turns(core, Chat(by_reply=True, seed=7, n_first=207), 2)
+        body = chat.next_prompt(text(99, 20))
+        run(core, [*body, *OPENING], 6, boundaries=(*chat.ends, len(body)), stable=len(body))
+        put_away(core)
+        chat.turn(core)
+    assert same(chat.rows, golden.rows) and (chat.regret <= 0) == (n_looks > 1), chat.regrets
 
 
 @pytest.mark.parametrize("steps_back", [True, False])

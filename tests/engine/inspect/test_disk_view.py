@@ -354,13 +354,14 @@ def test_users_pin_within_their_quota(tmp_path):
         talk(core, seed=3)
     with kept_core(tmp_path) as core:
         assert core.cache.tiers.disk.is_on
-        held = pinned_on_disk(core.cache.tiers.disk, short_key(root_key(core.cache.tiers.fingerprint, NAMESPACE)))
-        assert held.n_pins == 1 and held.n_bytes > shape.state_bytes
+        space = short_key(root_key(core.cache.tiers.fingerprint, NAMESPACE))
+        n_pins, n_bytes = pinned_on_disk(core.cache.tiers.disk, space)
+        assert n_pins == 1 and n_bytes > shape.state_bytes
         other = next(node for node in pages(core) if node.kind is not None and not node.pinned)
-        assert order(core, "pin", other.id, pin_quota=held.n_bytes / 2 / core.cache.ram_budget.n_bytes).status == 403
+        assert order(core, "pin", other.id, pin_quota=n_bytes / 2 / core.cache.ram_budget.n_bytes).status == 403
         run(core, [*SHARED, *text(300, 50)], namespace=NAMESPACE)
         fresh = next(node for node in pages(core) if node.id > 0 and node.kind is not None and not node.pinned)
-        assert order(core, "pin", fresh.id, pin_quota=held.n_bytes / core.cache.ram_budget.n_bytes).status == 403
+        assert order(core, "pin", fresh.id, pin_quota=n_bytes / core.cache.ram_budget.n_bytes).status == 403
         assert order(core, "pin", fresh.id)["pinned"] is True, "an admin's has no bound"
 
 

@@ -414,7 +414,7 @@ def test_looking_elsewhere_survives_rubbish(tmp_path):
         index.write_bytes(b"rubbish")
     (tmp_path / "states" / "v1-nothing").mkdir()
     with kept_core(tmp_path, flash_attention="on") as core:
-        assert core.cache.tiers.foreign_prompts.states == {}
+        assert core.cache.tiers.foreign_states == {}
         assert reason(core, HISTORY) is Reason.NEW
 
 

@@ -29,9 +29,9 @@ TO_ENGINE = [
     m.Tokenize(5, "x", True),
     m.Embed(5, ["x", [1, 2]], "query"),
     m.Submit(5, text="x", lora=(0.5, -1.0)),
-    m.AskCost(5, m.Submit(0, text="a", namespace="n")),
-    m.HoldPrompt(5, m.Submit(0, text="a", namespace="n"), 60.0, 0.5),
-    m.Count(5, "x <p>", True, "<p>", (m.SentImage(b"d" * 32, 2, 2, b""),)),
+    m.AskPrompt(5, "cost", m.Submit(0, text="a", namespace="n")),
+    m.AskPrompt(5, "hold", m.Submit(0, text="a", namespace="n"), 60.0, 0.5),
+    m.AskPrompt(5, "count", m.Submit(0, text="x <p>", marker="<p>", images=(m.SentImage(b"d" * 32, 2, 2, b""),))),
     m.Prewarm("x", namespace="n", session="s"),
     m.Detokenize(6, [1, 2]),
     m.Inspect(7, "slots", "a"),
@@ -65,7 +65,7 @@ def name(message: m.Message) -> str:
 
 def body(message: m.Message) -> bytes:
     """A frame's body, after checking that its header tells its length."""
-    (data,) = m.frame(message).parts
+    (data,) = m.frame(message)
     header = m.header_of(data)
     assert len(data) == m.HEADER.size + header.n_bytes
     assert header.n_message == header.n_bytes
@@ -132,18 +132,18 @@ def test_a_frame_within_the_limit_is_taken(size):
 def test_what_does_not_fit_a_frame_is_refused_by_whoever_would_send_it(message):
     with pytest.raises(FrameTooLarge):
         m.frame(message, 100)
-    assert m.frame(message, 10_000).size > 100
+    assert sum(map(len, m.frame(message, 10_000))) > 100
 
 
 def test_pixels_follow_the_message_as_they_are():
     seen, new = m.SentImage(b"a", 1, 1), [m.SentImage(b"b", 2, 1, b"123456"), m.SentImage(b"c", 1, 1, b"789")]
     submit = m.Submit(9, text="x", images=(new[0], seen, new[1]))
     frame = m.frame(submit)
-    data, *pixels = frame.parts
+    data, *pixels = frame
     assert pixels == [b"123456", b"789"]
-    assert pixels[0] is new[0].rgb  # not copied
+    assert pixels[0] is new[0].data  # not copied
     header = m.header_of(data)
-    assert (header.n_bytes, header.id) == (frame.size - m.HEADER.size, 9)
+    assert (header.n_bytes, header.id) == (sum(map(len, frame)) - m.HEADER.size, 9)
     bare = m.read_to_engine(bytes(data[m.HEADER.size :]))
     assert m.wanted_pixels(bare) == [6, 3]
     assert m.with_pixels(bare, pixels) == submit
@@ -152,7 +152,7 @@ def test_pixels_follow_the_message_as_they_are():
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 50))
 def test_a_frame_that_is_too_large_is_skipped_and_its_request_told(sizes, cut):
     """Whatever the pieces in which the stream arrives; the frames around it are heard."""
-    frames = [m.frame(m.Answer(i, "x" * size)).parts[0] for i, size in enumerate(sizes)]
+    frames = [m.frame(m.Answer(i, "x" * size))[0] for i, size in enumerate(sizes)]
     bodies = [bytes(frame[m.HEADER.size :]) for frame in frames]
     buffer, stream, heard = m.FrameBuffer(most=40), b"".join(frames), []
     for at in range(0, len(stream), cut):

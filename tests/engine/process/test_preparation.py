@@ -208,18 +208,18 @@ def heard(sock: socket.socket) -> m.ToGateway:
 @pytest.mark.parametrize(
     "spoilt",
     [
-        m.frame(m.Submit(7, text="x" * 5000)).parts[0],
-        m.frame(m.Submit(7, images=(m.SentImage(b"d", 40, 40, bytes(4800)),))).parts,
+        m.frame(m.Submit(7, text="x" * 5000))[0],
+        m.frame(m.Submit(7, images=(m.SentImage(b"d", 40, 40, bytes(4800)),))),
         m.HEADER.pack(500, 500, 7) + b"\xff" * 500,
         m.HEADER.pack(500, 9000, 7) + b"\xff" * 500,
-        m.HEADER.pack(500, 20, 7) + bytes(m.frame(m.Cancel(7)).parts[0][m.HEADER.size :]).ljust(500, b"\xff"),
+        m.HEADER.pack(500, 20, 7) + bytes(m.frame(m.Cancel(7))[0][m.HEADER.size :]).ljust(500, b"\xff"),
     ],
     ids=["too long", "pixels", "nonsense", "a wrong header", "more than was said"],
 )
 def test_a_frame_that_cannot_be_read_is_the_error_of_its_request_and_no_more(wires, spoilt):
     wire, sock = wires
     data = b"".join(spoilt) if isinstance(spoilt, tuple) else bytes(spoilt)
-    sender = threading.Thread(target=sock.sendall, args=(data + bytes(m.frame(m.Cancel(8)).parts[0]),))
+    sender = threading.Thread(target=sock.sendall, args=(data + bytes(m.frame(m.Cancel(8))[0]),))
     sender.start()
     assert wire.read() == m.Cancel(8)
     sender.join()

@@ -5,10 +5,8 @@ from math import inf
 import numpy as np
 import pytest
 
-from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
-from everwarm.engine.speculation.drafter import Proposal
-from everwarm.engine.speculation.pacing import LOOK_SHARE, TRY_AFTER, Pacing
-from everwarm.engine.speculation.step_cost import SLOPE, StepCost
+from everwarm.engine.speculation.draft_length import N_CAUTIOUS, Proposal, Record, StepShape, best_length
+from everwarm.engine.speculation.pacing import LOOK_SHARE, SLOPE, TRY_AFTER, Pacing, StepCost
 from everwarm.engine.speculation.suffix_lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
 
 ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
@@ -91,9 +89,66 @@ def test_the_cost_of_steps_is_learned_by_rows():
         known.learn(5, 2.0)
     assert known.seconds(5) == pytest.approx(2.0, rel=0.01)
     assert known.seconds(3) == pytest.approx(1.5, rel=0.01)
-    assert known.seconds(9) == pytest.approx(3.0, rel=0.02)
+    assert known.seconds(9) == pytest.approx(2.0 + 4 * SLOPE, rel=0.02), "the slope so far is 0.25"
     known.learn(5, 100.0)  # disturbed
     assert known.seconds(5) < 2.5
+
+
+def test_rows_beyond_those_measured_cost_what_rows_of_prompts_do():
+    known = StepCost()
+    known.learn_reading(512, 200.0)
+    known.learn_reading(8, 100.0)  # too short to tell
+    known.learn(1, 1.0)
+    for _ in range(50):
+        known.learn(2, 2.6)
+    assert known.seconds(18) == pytest.approx(2.6 + 16 * 200 / 512, rel=0.02)
+
+
+def test_a_dear_second_row_does_not_keep_long_drafts_from_being_tried():
+    """As on a CPU, where two rows take longer than two decodes, and 24 as long as twelve."""
+    pacing, record = Pacing(), Record()
+    for _ in range(20):
+        pacing.cost.learn(1, 1.0)
+        pacing.cost.learn(2, 2.6)
+    sure = Proposal(tokens(*range(32)), 0.98, "lookup")
+    assert pacing.length(sure, record, ALONE) == N_CAUTIOUS
+    assert pacing.length(sure._replace(confidence=0.4), record, ALONE) == 0, (
+        "the control: what is not sure is not tried"
+    )
+    for _ in range(20):
+        for n_rows in range(2, 34):
+            pacing.cost.learn(n_rows, 2.0 * n_rows)
+    assert pacing.length(sure, record, ALONE) == 0, "measured, and not worth it"
+
+
+def test_the_first_drafts_of_a_request_are_short():
+    """Chances are those of other texts, and a long draft that is wrong is dear."""
+    record = Record()
+    assert record.n_most == N_CAUTIOUS
+    record.grow(N_CAUTIOUS, N_CAUTIOUS)
+    assert record.n_most == 2 * N_CAUTIOUS
+    record.grow(3, 3)
+    assert record.n_most == 2 * N_CAUTIOUS, "a shorter one says nothing of longer ones"
+    for _ in range(5):
+        record.grow(N_CAUTIOUS, 1)
+    assert record.n_most == N_CAUTIOUS // 2
+
+
+def test_where_looking_pays_every_step_looks():
+    pacing, record = Pacing(), Record()
+    pacing.cost.learn(1, 1e-3)
+    pacing.cost.learn(9, 2e-3)
+    proposal = Proposal(tokens(*range(8)), 0.9, "lookup")
+    for _ in range(50):
+        pacing.has_looked(1e-4, has_found=False)
+    assert sum(pacing.may_look(1) for _ in range(20)) <= 1
+    pacing.judge(proposal._replace(is_computed=True), record, 8, 8)
+    assert sum(pacing.may_look(1) for _ in range(20)) <= 1, "what was computed says nothing about looking"
+    pacing.judge(proposal, record, 8, 8)
+    assert all(pacing.may_look(1) for _ in range(20))
+    for _ in range(100):
+        pacing.has_looked(1e-4, has_found=False)
+    assert sum(pacing.may_look(1) for _ in range(20)) <= 1
 
 
 # the lookup

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
-from everwarm.engine.speculation.drafter import Wanted
-from everwarm.engine.speculation.model_drafter import REST, ModelDrafter
+from everwarm.engine.speculation.model_drafter import REST, ModelDrafter, Wanted
 from everwarm.errors import BadRequest, DecodeFailed, ModelFileError
 from everwarm.llama.model import Model
 from everwarm.types import SeqId

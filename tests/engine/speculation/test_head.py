@@ -83,8 +83,8 @@ def test_nothing_is_drafted_or_read_by_the_head_for_who_wants_no_drafts():
 
 def test_a_head_that_does_not_pay_reads_nothing_more(monkeypatch):
     """Every row costs as much as a decode here: nothing can be gained. After a while it is tried again."""
-    monkeypatch.setattr(pacing, "SLEEP_AFTER", 20)
-    monkeypatch.setattr(pacing, "WAKE_AFTER", 40)
+    soon = pacing.ANY_LENGTH._replace(sleep_after=20, first_sleep=40, longest_sleep=40)
+    monkeypatch.setattr(pacing, "ANY_LENGTH", soon)
     with embedded(n_spares=4) as core:
         for n_rows in (1, 2, 3, 4, 8):
             for _ in range(8):

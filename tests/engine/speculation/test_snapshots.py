@@ -5,9 +5,8 @@ import pytest
 
 from everwarm.engine.memory_plan import N_SNAPSHOTS, _snapshots
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.speculation import pacing as pacing_module
 from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
-from everwarm.engine.speculation.pacing import N_PLAIN, Pacing
+from everwarm.engine.speculation.pacing import ANY_LENGTH, N_LEARN, ONE_LENGTH, Pacing
 from everwarm.llama.system.memory_fit import MemoryShape
 from support.drafts import CODE, STORY, Scripted, always_draft, drafting_core, recorded_drafts, tokens_of
 from support.drive import NEAR_TIE, check, drain, regrets, run, submit, text, tidy
@@ -191,7 +190,7 @@ def test_computed_drafts_are_alike_where_steps_should_be():
     lengths = {pacing.computed_length(Head(), n_most, Record(), shape) for n_most in (3, 5, 20)}
     assert lengths == {3}
     assert pacing.computed_length(Head(), 2, Record(), shape) == 2  # the end of a reply
-    for _ in range(pacing_module.N_LEARN):
+    for _ in range(N_LEARN):
         pacing.has_computed(0.1, 3)
     hopeless = Record()
     for _ in range(40):
@@ -215,7 +214,7 @@ def test_a_slow_first_draft_is_not_held_against_the_drafter():
     dear = Pacing(n_even=3)
     for _ in range(6):
         dear.has_stepped(1, 1.0)
-    for _ in range(pacing_module.N_LEARN):
+    for _ in range(N_LEARN):
         dear.computed_length(Head(), 20, Record(), shape)
         dear.has_computed(30.0, 3)
     assert dear.computed_length(Head(), 20, Record(), shape) == 0  # the control: it is always so slow
@@ -232,18 +231,42 @@ def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
             awake.append(i)
         assert pacing.computed_length(Head(), 8, Record(), shape) == 0
     gaps = [gap for gap in np.diff(awake).tolist() if gap > 1]
-    assert awake[: pacing_module.SLEEP_AFTER] == list(range(pacing_module.SLEEP_AFTER))
-    assert gaps == [pacing_module.FIRST_SLEEP * 2**i + 1 for i in range(len(gaps))] and len(gaps) >= 3
+    assert awake[: ANY_LENGTH.sleep_after] == list(range(ANY_LENGTH.sleep_after))
+    assert gaps == [ANY_LENGTH.first_sleep * 2**i + 1 for i in range(len(gaps))] and len(gaps) >= 3
     for _ in range(400):
         pacing.has_stepped(2, 1.0)
         pacing.has_stepped(3, 1.0)
     assert any(pacing.computed_length(Head(), 8, Record(), shape) for _ in range(12_000))  # rows are cheap now
 
 
-def test_a_step_unlike_the_one_before_teaches_nothing():
+def drafts_made(n_decisions: int, n_accepted: int) -> list[bool]:
+    """By decision, where of every draft so many tokens are accepted and a row costs little."""
+    pacing, record, shape = Pacing(n_even=3), Record(), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    made = []
+    for _ in range(n_decisions):
+        n = 0 if pacing.is_plain() else pacing.computed_length(Head(), 20, record, shape)
+        if n:
+            pacing.has_computed(0.28, n)
+            record.note("mtp", Head.confidence, min(3, n_accepted + 1), n_accepted)
+        pacing.has_stepped(1 + n, 1.0 + 0.07 * n)
+        made.append(n > 0)
+    return made
+
+
+def test_a_head_that_guesses_wrong_is_left_alone_soon_and_asked_again():
+    """Four vain drafts at first, three when it is asked again; one that guesses right is used throughout."""
+    wrong = drafts_made(800, n_accepted=0)
+    first = ONE_LENGTH.n_plain_first
+    assert wrong[first : first + 4] == [True] * 4 and sum(wrong) <= 4 + 3 * 3
+    assert any(wrong[128:200]) and not any(wrong[first + 6 : 128])
+    right = drafts_made(800, n_accepted=3)
+    assert all(right[first:])
+
+
+def test_a_step_unlike_the_two_before_teaches_nothing():
     even, uneven = Pacing(n_even=3), Pacing()
     for pacing in (even, uneven):
-        for n_rows, seconds in ((1, 1.0), (1, 1.0), (4, 9.0), (1, 9.0), (4, 9.0)):
+        for n_rows, seconds in ((1, 1.4), (1, 2.0), (1, 1.0), (4, 9.0), (4, 9.0), (1, 9.0), (4, 9.0)):
             pacing.has_stepped(n_rows, seconds)
     assert even.cost.seconds(1) == 1.0 and even.cost.seconds(4) < 2.0
     assert uneven.cost.seconds(1) > 1.0
@@ -251,10 +274,11 @@ def test_a_step_unlike_the_one_before_teaches_nothing():
 
 def test_plain_steps_come_several_in_a_row():
     pacing = Pacing(n_even=3)
-    plain_steps = [i for i in range(600) if pacing.is_plain()]
-    later = [i for i in plain_steps if i >= N_PLAIN]
-    assert plain_steps[:N_PLAIN] == list(range(N_PLAIN))
-    assert later and len(later) % 3 == 0 and np.diff(later).min() == 1 and len(later) < 600 / 64
+    plain_steps = [i for i in range(2400) if pacing.is_plain()]
+    n_first = ONE_LENGTH.n_plain_first
+    later = [i for i in plain_steps if i >= n_first]
+    assert plain_steps[:n_first] == list(range(n_first))
+    assert later and len(later) % ONE_LENGTH.n_plain == 0 and np.diff(later).min() == 1 and len(later) < 2400 / 256
 
 
 def test_what_can_be_cut_costs_nothing_again():

@@ -8,6 +8,7 @@ import pytest
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken, Result
+from everwarm.engine.speculation.pacing import Pacing
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from support.drafts import Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (
@@ -324,3 +325,15 @@ def test_a_constraint_binds_drafts():
         drafted = [token for feed in feeds for token in feed.tokens[-feed.n_draft :].tolist()]
         assert result.tokens == alone.tokens and result.n_draft_accepted > 0
         assert drafted and set(drafted) <= allowed
+
+
+@pytest.mark.parametrize("speculate", ["auto", "off"])
+def test_what_reading_costs_is_learned_from_prompts_and_what_writing_costs_from_replies(speculate, monkeypatch):
+    """Without drafts, the control, nothing is learned."""
+    seen: dict[str, list[int]] = {"has_read": [], "has_stepped": []}
+    for name, rows in seen.items():
+        monkeypatch.setattr(Pacing, name, lambda _pacing, n_rows, _seconds, rows=rows: rows.append(n_rows))
+    with drafting_core("qwen35", n_slots=1, speculate=speculate) as core:
+        run(core, text(1, 100), 5)
+    assert sum(seen["has_read"]) == (100 if speculate == "auto" else 0)
+    assert sum(seen["has_stepped"]) == (4 if speculate == "auto" else 0), "the first token comes from the prompt"

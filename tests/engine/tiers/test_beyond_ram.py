@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from everwarm.engine.cache.ram_budget import BelowRam
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Reason
@@ -89,13 +88,26 @@ def test_all_conversations_are_warm_though_ram_holds_few(tmp_path, memory, arch,
     assert all(result.why is not None and result.why.reason is not Reason.EVICTED for result in results.values())
 
 
+@pytest.mark.parametrize("bytes_per_s", [1.0, 1e15])
+def test_a_conversation_leaves_the_device_only_for_a_disk_that_gives_it_back_sooner_than_reading(tmp_path, bytes_per_s):
+    with kept_core(tmp_path, policy="auto", idle_cells=0) as core:
+        run(core, told(1), stable=STABLE)
+        core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes  # it has the state, and no room for the KV
+        core.cache.loader._read_rate = bytes_per_s
+        run(core, told(2)[:40], 1)
+        assert (max(slot.n_fed for slot in core.slots) >= LENGTH) is (bytes_per_s == 1.0)
+        put_away(core)
+    with kept_core(tmp_path) as core:
+        assert run(core, next_turn(1)).n_cached == STABLE, "it is on disk all the same"
+
+
 @pytest.mark.parametrize("hands_over", [True, False])
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_what_ram_evicts_before_it_was_written_is_written_first(tmp_path, memory, arch, hands_over, monkeypatch):
     monkeypatch.setattr(writer_module, "OVERDUE_S", 1e9)
     with kept_core(tmp_path, arch, memory=memory, n_slots=N, n_ctx=8192, idle_cells=8192) as core:
         if not hands_over:  # the control
-            monkeypatch.setattr(BelowRam, "save", lambda _self, _nodes: None)
+            core.cache.ram_budget.save_leaving = lambda _nodes: None
         for i in range(N):
             finish(core, told(i), 6, stable=STABLE)
         core.cache.tiers.flush()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everwarm.engine.process import messages as m
-from everwarm.errors import Draining, Overloaded
+from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.access.limits import AdmissionLimits, Place
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.parsing.output_parser import OutputParser
@@ -67,7 +67,7 @@ def test_a_lone_request_is_never_too_long_and_nobody_is_admitted_when_stopping()
     with found.admitted(1 << 30):
         assert found.n_requests == 1
     found.is_draining = True
-    with pytest.raises(Draining), found.admitted(1):
+    with pytest.raises(EngineStopped, match="stopping"), found.admitted(1):
         pass
     assert found.n_requests == found.n_tokens == 0
 
@@ -118,7 +118,7 @@ def test_who_takes_nothing_of_his_answer_leaves_when_somebody_needs_the_place():
     with contextlib.ExitStack() as stack:
         places = [stack.enter_context(found.admitted(1, "a", cut_off=lambda i=i: cut.append(i))) for i in range(4)]
         for i in (2, 1):
-            stack.enter_context(places[i].sending())
+            places[i].note_sending()
             clock.now += 0.4
         with pytest.raises(Overloaded), found.admitted(1, "a"):  # nobody has been stalled for a second
             pass
@@ -138,11 +138,13 @@ def test_who_reads_or_cannot_be_cut_off_stays():
     clock = Clock()
     found = limits(clock)
     with full(found, "a", cut_off=pytest.fail) as places:
-        with places[0].sending():
-            clock.now += 10
+        places[0].note_sending()
+        clock.now += 10
+        places[0].note_sent()
         with pytest.raises(Overloaded), found.admitted(1, "a"):
             pass
-    with full(found, "a") as places, places[0].sending():
+    with full(found, "a") as places:
+        places[0].note_sending()
         clock.now += 10
         with pytest.raises(Overloaded), found.admitted(1, "a"):
             pass

@@ -51,14 +51,14 @@ def test_twice_is_once_and_others_are_not_touched(messages):
     once = canonical(messages)
     assert messages == before
     again = canonical(once.messages)
-    assert again.messages == once.messages and again.removed == ()
+    assert again.messages == once.messages and again.rules == ()
     others = [message for message in before if message["role"] not in ("system", "developer")]
     assert [message for message in once.messages if message["role"] not in ("system", "developer")] == others
     said = [text for message in before if message["role"] in ("system", "developer") for text in texts(message)]
     kept = [text for message in once.messages if message["role"] in ("system", "developer") for text in texts(message)]
     expected = [(text, without_noise(text)) for text in said]
     assert kept == [rest for text, (rest, names) in expected if rest or not names]
-    assert len(once.removed) == sum(len(names) for _, (_, names) in expected)
+    assert len(once.rules) == sum(len(names) for _, (_, names) in expected)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_message_of_nothing_but_noise_goes_and_an_empty_one_stays():
     noisy = {"role": "system", "content": HEADER.format("a", "b")}
     empty, user = {"role": "system", "content": ""}, {"role": "user", "content": HEADER.format("a", "b")}
     assert canonical([noisy, empty, user]).messages == [empty, user]
-    assert canonical([noisy, empty, user]).removed == ("attribution",)
+    assert canonical([noisy, empty, user]).rules == ("attribution",)
 
 
 # over the wire

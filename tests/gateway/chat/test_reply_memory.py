@@ -175,14 +175,13 @@ def test_what_a_client_changed_stands(change):
     call = client.reply["tool_calls"][0]
     sent = {**client.reply, "tool_calls": [{**call, "function": CHANGES[change](call["function"])}]}
     messages = [ASKED, sent, {"role": "tool", "tool_call_id": call["id"], "content": RESULT}]
-    found = restored(messages, {1: [client.remembered]})
-    assert found.messages == messages and found.n_replies == 0
+    assert restored(messages, {1: [client.remembered]}) == messages
     same = {
         **client.reply,
         "tool_calls": [{**call, "function": call["function"] | {"arguments": '{"path":"a","n":1}'}}],
     }
     control = restored([ASKED, same, messages[2]], {1: [client.remembered]})
-    assert control.messages[1] == client.remembered.message(with_reasoning=False) and control.n_replies == 1
+    assert control == [ASKED, client.remembered.message(with_reasoning=False), messages[2]] and control[1] != same
 
 
 def test_of_a_changed_message_the_clients_words_stand():
@@ -241,7 +240,7 @@ def test_breakpoints_and_unknown_fields_survive():
     client = Client(template_of("chatml"), " It is so.")
     part = {"type": "text", "text": "It is so.", "cache_control": {"type": "ephemeral"}}
     messages = [ASKED, {"role": "assistant", "content": [part], "name": "x"}, ASKED]
-    (_, message, _) = restored(messages, client.known(messages)).messages
+    (_, message, _) = restored(messages, client.known(messages))
     assert message == {
         "role": "assistant",
         "content": " It is so.",
@@ -253,7 +252,7 @@ def test_breakpoints_and_unknown_fields_survive():
 def test_the_last_message_is_never_changed():
     client = Client(template_of("chatml"), "  It is so.")
     messages = [ASKED, {"role": "assistant", "content": "It is so."}]
-    assert client.known(messages) == {} and restored(messages, {1: [client.remembered]}).messages == messages
+    assert client.known(messages) == {} and restored(messages, {1: [client.remembered]}) == messages
 
 
 def test_a_template_that_refuses_what_is_remembered_gets_what_the_client_sent():
@@ -290,4 +289,5 @@ def test_what_is_no_plain_json_is_equal_to_nothing(text):
 def test_any_message_has_keys(message):
     assert list(keys_of([{"role": "assistant", **message}, ASKED])) == [0]
     reply = RememberedReply("x")
-    assert restored([{"role": "assistant", **message}, ASKED], {0: [reply]}).n_replies == 0
+    messages = [{"role": "assistant", **message}, ASKED]
+    assert restored(messages, {0: [reply]}) == messages

@@ -17,6 +17,7 @@ from everwarm.gateway.parsing.output_parser import ModelSyntax, OutputParser
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from support.campaign import CAMPAIGN
 from support.constraint_cases import SCHEMA, SCHEMAS, TOOLS, WEATHER, WORDS_OF, obeys
+from support.openai_client import openai_client
 from support.server import Server, serving, serving_models
 
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -45,7 +46,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as made:
+    with openai_client(server) as made:
         yield made
 
 

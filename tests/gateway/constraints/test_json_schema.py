@@ -11,7 +11,7 @@ from everwarm.config import MAX_CONSTRAINT_CHARS
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import allowed_types, used_definitions, value_schema
 from everwarm.gateway.constraints.reply_constraint import chat_constraint
-from everwarm.gateway.constraints.tool_grammar import call_rules
+from everwarm.gateway.constraints.tool_grammar import call_constraint
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import ModelSyntax
 from everwarm.gateway.parsing.tool_parser import kinds_of
@@ -102,7 +102,7 @@ def test_so_are_the_rules_of_calls_or_there_are_none(shape: Callable[[int], dict
         size = len(json.dumps(root))
         Counted.n_looks = 0
         with contextlib.suppress(BadRequest):
-            assert len(call_rules(format, "<tool_call>", [tool(root)], many=True).text) <= MAX_CONSTRAINT_CHARS
+            assert len(call_constraint(format, "<tool_call>", [tool(root)], many=True).text) <= MAX_CONSTRAINT_CHARS
         assert Counted.n_looks <= 12 * (size + 4 * MAX_CONSTRAINT_CHARS)
 
 
@@ -136,13 +136,13 @@ def test_definitions_are_not_copied_for_every_argument(format: str):
     """Without a bound, 3,000 arguments with a megabyte of definitions made three gigabytes of grammar."""
     names, defs = [f"p{i}" for i in range(300)], {"d": {"description": "A" * 100_000}}
     unused = {"$defs": defs, "properties": {name: {"type": "integer"} for name in names}}
-    assert len(call_rules(format, "", [tool(unused)], many=False).text) < 100_000
+    assert len(call_constraint(format, "", [tool(unused)], many=False).text) < 100_000
     one = {"$defs": defs, "properties": {name: {"$ref": "#/$defs/d", "type": "integer"} for name in names}}
-    assert len(call_rules(format, "", [tool(one)], many=False).text) < 300_000
+    assert len(call_constraint(format, "", [tool(one)], many=False).text) < 300_000
     lists = {name: {"type": "array", "items": {"$ref": "#/$defs/d"}, "maxItems": i} for i, name in enumerate(names)}
     each = {"$defs": defs, "properties": lists}
     with pytest.raises(BadRequest, match=f"more than {MAX_CONSTRAINT_CHARS:,} characters"):
-        call_rules(format, "", [tool(each)], many=False)
+        call_constraint(format, "", [tool(each)], many=False)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_norms() -> None:
 
 def test_pictures_are_not_embedded_as_if_they_were_not_there(server):
     refused = server.post("/embeddings", {"content": [{"prompt_string": "a", "multimodal_data": ["AAAA"]}]})
-    assert refused.status == 501 and "pictures" in refused.json["error"]["message"]
+    assert refused.status == 501 and "images" in refused.json["error"]["message"]
 
 
 def test_texts_among_tokens_are_one_input(server):

@@ -96,7 +96,8 @@ def test_the_template_route_and_token_counts_have_the_same_prompt_too() -> None:
     applied = asyncio.run(ask())
     (submit,) = gateway.supervisor.submits
     (question,) = gateway.supervisor.questions
-    assert applied == submit.text == question["text"] and submit.add_special == question["add_special"]
+    counted = question["submit"]
+    assert applied == submit.text == counted.text and submit.add_special == counted.add_special
 
 
 def test_a_server_that_keeps_noise_has_another_prompt() -> None:

@@ -22,7 +22,6 @@ from everwarm.gateway.admin.cache_plan import CachePlanner
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.anthropic.routes import Anthropic
 from everwarm.gateway.embeddings.routes import Embeddings
-from everwarm.gateway.llamaserver.adapter_routes import AdapterRoutes
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
@@ -200,7 +199,7 @@ def asked(server: Server, path: str, data: bytes) -> int:
 
 
 def test_every_endpoint_that_reads_a_body_is_tried_here():
-    kinds = (OpenAI, Ollama, Anthropic, Responses, LlamaServer, Models, Embeddings, AdapterRoutes, CachePlanner)
+    kinds = (OpenAI, Ollama, Anthropic, Responses, LlamaServer, Models, Embeddings, CachePlanner)
     dialects = [kind(**dict.fromkeys(inspect.signature(kind).parameters)) for kind in kinds]
     routes = [route for dialect in dialects for route in dialect.routes()]
     reading = [route for route in routes if "POST" in (route.methods or ()) and route.name != "not_offered"]

@@ -80,7 +80,7 @@ def test_the_real_client_shows_images_streaming_and_not(server):
         chunks = list(client.chat.completions.create(**options, stream=True))
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == whole.choices[0].message.content
-        with pytest.raises(openai.BadRequestError, match="picture"):
+        with pytest.raises(openai.BadRequestError, match="image"):
             client.chat.completions.create(**options | {"messages": [shown("Look", "data:image/png;base64,AAAA")]})
 
 
@@ -159,7 +159,7 @@ def test_a_swap_keeps_what_was_seen(tmp_path: Path, golden):
 
 
 def test_a_completion_may_have_pictures_in_its_prompt(server):
-    """llama-server's form. The picture makes a difference, and a prompt that has too few places for it is refused."""
+    """llama-server's form. The image makes a difference, and a prompt that has too few places for it is refused."""
     first, second = (data_url(i).partition(",")[2] for i in (1, 2))
 
     def complete(text: str, *data: str) -> Any:

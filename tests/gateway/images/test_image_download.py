@@ -405,5 +405,5 @@ def test_plain_http_is_refused_unless_it_is_allowed() -> None:
     [(), ("",), ("*",), ("IMG.example.com",), ("https://a.example",), ("a.example/",), ("127.1",), ("a.example:0",)],
 )
 def test_a_policy_is_checked(hosts: tuple[str, ...]) -> None:
-    with pytest.raises(BadRequest, match="allowed for pictures"):
+    with pytest.raises(BadRequest, match="allowed for images"):
         RemotePolicy(hosts)

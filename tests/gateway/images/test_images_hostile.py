@@ -170,7 +170,7 @@ def test_a_child_that_lies_is_not_believed(said: bytes, monkeypatch: pytest.Monk
 def test_a_decoder_that_does_not_start_is_the_servers_fault(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("everwarm.gateway.images.image_loader.WORKER", "everwarm.no_such_module")
+    monkeypatch.setattr("everwarm.gateway.images.image_loader.ImageProcess.worker", "everwarm.no_such_module")
 
     async def test() -> None:
         async with opened() as images:

@@ -82,7 +82,7 @@ async def test_a_request_brings_only_so_many_images() -> None:
     async with opened(max_images_per_request=2, max_pixels_per_request=15) as images:
         url = "data:;base64," + base64.b64encode(png([[0] * 10], color=GREY)).decode()
         part = {"type": "image_url", "image_url": url}
-        with pytest.raises(BadRequest, match="3 pictures; send at most 2"):
+        with pytest.raises(BadRequest, match="3 images and sounds; send at most 2"):
             await images.from_parts([part] * 3)
         with pytest.raises(BadRequest, match="more than 15 pixels together"):
             await images.from_parts([part] * 2)

@@ -14,7 +14,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import Overloaded
 from everwarm.gateway.admin.request_log import Caller, RequestLog
-from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader, Lending
+from everwarm.gateway.images.image_loader import DecodedImage, ImageLoader, Lending
 from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.serving.generate import collect, generate
 from everwarm.gateway.serving.request_preparer import lent_images
@@ -23,7 +23,7 @@ from support.image_files import png
 from support.image_harness import opened, running, small, until
 from support.models import tiny_vision
 
-MARKER = "<|a picture|>"
+MARKER = "<|an image|>"
 
 
 def part(data: bytes) -> dict[str, Any]:
@@ -112,7 +112,7 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
         assert lending.n_bytes == 100
         waiting = asyncio.create_task(lending.of("b", 1).__aenter__())
         await until(lambda: lending.n_waiting)
-        with pytest.raises(Overloaded, match="1 requests with pictures"):
+        with pytest.raises(Overloaded, match="1 requests with images"):
             async with lending.of("c", 1):
                 pass
         waiting.cancel()
@@ -128,7 +128,7 @@ async def test_more_than_everything_is_lent_alone_and_a_queue_has_an_end() -> No
 class Lender:
     """Lends as the server does, and counts."""
 
-    def __init__(self, images: ImageLoader, sights: list[ImageInfo], namespace: str) -> None:
+    def __init__(self, images: ImageLoader, sights: list[DecodedImage], namespace: str) -> None:
         self._lent = lambda: lent_images(images, sights, namespace)
         self.n_lent = 0
 
@@ -140,7 +140,7 @@ class Lender:
 
 
 async def choices(
-    supervisor: Supervisor, sights: list[ImageInfo], namespace: str, lend: Lend, n: int, text: str
+    supervisor: Supervisor, sights: list[DecodedImage], namespace: str, lend: Lend, n: int, text: str
 ) -> int:
     """How many of the choices ended as they should."""
     shown = tuple(m.SentImage(sight.digest, sight.width, sight.height) for sight in sights)
@@ -167,7 +167,7 @@ async def test_many_choices_bring_an_image_once_and_another_namespace_brings_its
                 return lender.n_lent
 
             async def n_encoded() -> int:
-                return int((await supervisor.ask(m.Inspect, what="counts"))["n_pictures_encoded"])
+                return int((await supervisor.ask(m.Inspect, what="counts"))["n_images_encoded"])
 
             await supervisor.wait_ready()
             assert await ask("a", 6, "what?") == 1 and images.n_decoded == 1 and await n_encoded() == 1

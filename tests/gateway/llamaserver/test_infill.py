@@ -8,7 +8,7 @@ import pytest
 
 from everwarm.engine.process.messages import FillIn
 from everwarm.errors import BadRequest
-from everwarm.gateway.llamaserver.infill import ExtraText, InfillBody, InfillTokens, infill_prompt
+from everwarm.gateway.llamaserver.infill import ExtraText, InfillBody, InfillTokens, infill_completion
 from support.changed_gguf import write_changed
 from support.models import EMBEDDED
 from support.server import GUARD, Server, serving, words
@@ -40,7 +40,8 @@ def test_all_texts_together_are_bounded():
 
 
 def prompt(given: InfillTokens = GIVEN, fill: FillIn = FILL, **more: Any) -> tuple[int, ...]:
-    return infill_prompt(given, fill, **({"n_batch": 64, "n_ctx": 512, "n_predict": 8} | more)).tokens
+    sizes = {"n_batch": 64, "n_ctx": 512, "n_predict": 8} | more
+    return tuple(infill_completion(given, fill, {}, **sizes).prompt)
 
 
 def test_a_project_comes_before_the_file_of_the_cursor():

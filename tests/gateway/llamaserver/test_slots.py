@@ -25,9 +25,10 @@ from everwarm.gateway.llamaserver import routes
 from everwarm.gateway.settings import ServerSettings
 from everwarm.llama.blobs import in_streams
 from everwarm.llama.model import MemoryKind
-from everwarm.state.store.slot_file import read_main, split_appendix
+from everwarm.state.store.slot_file import split_appendix
 from support.models import tiny_model
 from support.server import Server, serving, until, words
+from support.slot_files import read_main
 
 PROMPT = np.random.default_rng(3).integers(12, 2000, 300).tolist()
 LEFT = (".tmp-a.bin", ".tmp-a.bin.checkpoints-0123456789abcdef")  # by a crash

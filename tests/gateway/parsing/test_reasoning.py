@@ -18,6 +18,7 @@ from everwarm.gateway.parsing.reasoning import (
     detect_reasoning,
     reasoning_style,
 )
+from support.pieces import cut
 
 THINK = ReasoningStyle("<think>", "</think>")
 OPENED = ReasoningStyle("<think>", "</think>", Begins.INSIDE)
@@ -43,14 +44,6 @@ def merged(events: Iterable[Text | Reasoning]) -> list[Text | Reasoning]:
 def parsed(style: ReasoningStyle, pieces: Sequence[str], kind=ReasoningParser) -> list[Text | Reasoning]:
     parser = kind(style)
     return merged([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
-
-
-def cut(text: str, sizes: Sequence[int]) -> list[str]:
-    pieces, at = [], 0
-    for size in sizes:
-        pieces.append(text[at : at + size])
-        at += size
-    return [*pieces, text[at:]]
 
 
 def replies(style: ReasoningStyle) -> st.SearchStrategy[str]:

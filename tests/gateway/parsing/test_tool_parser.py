@@ -25,6 +25,7 @@ from everwarm.gateway.parsing.tool_parser import (
     detect_tools,
     settled,
 )
+from support.pieces import cut
 
 FORMATS = sorted(TOOL_FORMATS)
 PROPERTIES = {
@@ -94,14 +95,6 @@ def told(format: str, reply: str, tools: Any = TOOLS) -> list[Any]:
                 done[-1] = (name, json.loads(arguments)) if event.complete else (name, arguments, "broken")
     assert parsed(format, list(reply), tools=tools) == parsed(format, [reply], tools=tools)
     return done
-
-
-def cut(text: str, sizes: Sequence[int]) -> list[str]:
-    pieces, at = [], 0
-    for size in sizes:
-        pieces.append(text[at : at + size])
-        at += size
-    return [*pieces, text[at:]]
 
 
 def check(events: list[Event], reply: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, offered, own_items
 from support.openai_client import openai_client
 from support.prompts import responses_tokens
-from support.server import GUARD, Server, is_alive, serving, until, words
+from support.server import GUARD, is_alive, serving, until, words
 
 WEATHER: Any = {
     "type": "function",
@@ -25,18 +24,6 @@ WEATHER: Any = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 RECORDED = Path(__file__).parents[2] / "support" / "recorded"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with serving(n_ctx=8192) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Iterator[openai.OpenAI]:
-    with openai_client(server) as client:
-        yield client
 
 
 def ask(client: openai.OpenAI, input: Any, **more: Any) -> Any:
@@ -311,7 +298,7 @@ def test_an_engine_that_dies_fails_the_response():
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "background": True, "store": False}, "background"),
         ({"input": "a", "conversation": "c"}, "previous_response_id"),
         ({"input": []}, "at least one"),
         ({}, "at least one"),

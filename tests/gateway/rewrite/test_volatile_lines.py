@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from everwarm.gateway.rewrite.line_changes import LineChange, changed_lines
 from everwarm.gateway.rewrite.rules import parse_rules, rewritten
-from everwarm.gateway.rewrite.volatile_lines import VolatileLines
+from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines, changed_lines
 
 
 def prompt(date: str, folder: str = "/home/a", n_lines: int = 20) -> list[dict[str, str]]:
@@ -14,13 +13,13 @@ def prompt(date: str, folder: str = "/home/a", n_lines: int = 20) -> list[dict[s
 
 def test_the_words_around_a_difference_are_found():
     known, given = (["a", f"It is {day}, 2026-03-{i} in Rome", "b"] for i, day in ((1, "Monday"), (2, "Tuesday")))
-    assert changed_lines(known, given) == [LineChange(2, "It is ", " in Rome")]
+    assert changed_lines(known, given) == [VolatileLine(2, "It is ", " in Rome")]
 
 
 def test_an_added_line_does_not_hide_a_changed_one():
     known = ["a", "b", "c", "date: 1", "d", "e"]
     given = ["a", "b", "new", "c", "date: 2", "d", "e"]
-    assert changed_lines(known, given) == [LineChange(5, "date: ", "")]
+    assert changed_lines(known, given) == [VolatileLine(5, "date: ", "")]
 
 
 def test_another_text_is_not_a_change():
@@ -39,8 +38,8 @@ def test_a_line_is_counted_over_many_requests_and_charged():
         lines.charge(changed, 1000)
     lines.note("ours", prompt("Sunday", "/home/b"))
     first, second = (line for _, line in lines.shown("ours"))
-    assert (first.change.number, first.n_changes, first.n_tokens) == (21, 3, 3000)
-    assert (second.change.before, second.n_changes, second.n_tokens) == ("Working in ", 1, 0)
+    assert (first.number, first.n_changes, first.n_tokens) == (21, 3, 3000)
+    assert (second.before, second.n_changes, second.n_tokens) == ("Working in ", 1, 0)
 
 
 def test_its_rule_is_one_that_cures_it():
@@ -48,11 +47,11 @@ def test_its_rule_is_one_that_cures_it():
     lines = VolatileLines()
     lines.note("", prompt("1. (Mon)"))
     (line,) = lines.note("", prompt("2. [Tue]"))
-    rules = parse_rules(line.change.rule())
+    rules = parse_rules(line.rule())
     (one, _), (other, asked) = (rewritten(prompt(day), rules).messages for day in ("1. (Mon)", "2. [Tue]"))
     assert one == other and prompt("1. (Mon)")[0] != prompt("2. [Tue]")[0]
     assert asked["content"] == "hi\nToday's date: 2. [Tue]."
-    assert LineChange(3, "", "").rule() is None
+    assert VolatileLine(3, "", "").rule() is None
 
 
 def test_namespaces_are_apart_and_forgotten():
@@ -81,7 +80,7 @@ def test_aligning_takes_few_lines_however_alike_all_of_them_are():
     assert changed_lines(known, given) is None
     near = [*known[:2011], "added", *known[2011:]]
     near[1999] = "} // changed"
-    assert changed_lines(known, near) == [LineChange(2000, "}", "")], "the control: near each other"
+    assert changed_lines(known, near) == [VolatileLine(2000, "}", "")], "the control: near each other"
 
 
 def test_a_line_of_which_much_stays_the_same_is_not_kept():

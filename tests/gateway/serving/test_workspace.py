@@ -12,17 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.access.auth import Key
+from everwarm.gateway.access.auth import Key, own_namespace
 from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
 from everwarm.gateway.serving.workspace import (
     MAX_ARGUMENTS,
     MAX_CALLS,
     MAX_FILE_BYTES,
-    Workspace,
     as_shown,
     file_names,
     latest_result,
+    probable_results,
     read_below,
+    workspace_of,
 )
 from everwarm.gateway.settings import ServerSettings
 from support.fuzz import TEXT
@@ -135,12 +136,16 @@ def test_no_arguments_are_an_accident(arguments: str) -> None:
 
 
 def test_the_first_calls_are_guessed_as_far_as_they_name_files(root: Path) -> None:
-    workspace = Workspace(str(root), "mine")
     a, b, other = call(path="a.txt"), call(path="deep/b.txt"), call("grep", pattern="x")
-    assert workspace.results([], [a, b, other, a]) == ["alpha\n", "beta\n"]
-    assert workspace.results([], [other, a]) == [] == workspace.results([], [])
-    assert len(workspace.results([], [a] * 9)) == MAX_CALLS
-    assert workspace.serves("mine") and not workspace.serves("mine2")
+    assert probable_results(str(root), [], [a, b, other, a]) == ["alpha\n", "beta\n"]
+    assert probable_results(str(root), [], [other, a]) == [] == probable_results(str(root), [], [])
+    assert len(probable_results(str(root), [], [a] * 9)) == MAX_CALLS
+
+
+def test_only_requests_of_the_main_key_may_read_them() -> None:
+    assert workspace_of("work", "key", own_namespace("key")) == "work"
+    assert workspace_of("work", "key", own_namespace("key2")) is None
+    assert workspace_of(None, "key", own_namespace("key")) is None
 
 
 # how a result looks

@@ -32,21 +32,6 @@ Sight = tuple[Model, MediaModel]
 SIZES = ((2, 2), (3, 2), (96, 64), (64, 96), (224, 224), (31, 33), (400, 2), (2, 400), (352, 224), (500, 300))
 
 
-@pytest.fixture(params=("qwen35", "gemma3"))
-def both(request: pytest.FixtureRequest, sight: Callable[[str], Sight]) -> Sight:
-    return sight(request.param)
-
-
-@pytest.fixture
-def qwen(sight: Callable[[str], Sight]) -> Sight:
-    return sight("qwen35")
-
-
-@pytest.fixture
-def gemma(sight: Callable[[str], Sight]) -> Sight:
-    return sight("gemma3")
-
-
 def open_media(path: Path, model: Model) -> MediaModel:
     return MediaModel(path, model, n_threads=1, use_gpu=False)
 
@@ -61,13 +46,13 @@ def written(path: Path, file: File) -> Path:
 
 def test_a_qwen_projector_is_causal_and_uses_mrope(qwen: Sight) -> None:
     media = qwen[1]
-    assert (media.begin, media.end) == ("<|vision_start|>", "<|vision_end|>")
+    assert (media.around_image.begin, media.around_image.end) == ("<|vision_start|>", "<|vision_end|>")
     assert (media.is_causal, media.uses_mrope, media.n_embd) == (True, True, 64)
 
 
 def test_a_gemma_projector_is_neither(gemma: Sight) -> None:
     media = gemma[1]
-    assert (media.begin, media.end) == ("<start_of_image>", "<end_of_image>")
+    assert (media.around_image.begin, media.around_image.end) == ("<start_of_image>", "<end_of_image>")
     assert (media.is_causal, media.uses_mrope, media.n_embd) == (False, False, 64)
 
 
@@ -270,7 +255,7 @@ def test_an_image_that_would_be_cut_up_is_refused(slicing: MediaModel) -> None:
 
 
 def test_an_image_that_is_left_whole_is_not(slicing: MediaModel) -> None:
-    assert (slicing.begin, slicing.end) == ("<image>", "</image>")
+    assert (slicing.around_image.begin, slicing.around_image.end) == ("<image>", "</image>")
     image = slicing.encode(make_image(96, 64), 96, 64)
     assert image.shape == slicing.shape(96, 64) == MediaShape(8, 8, 8, 1)
     assert isinstance(image, Embedding) and slicing.is_causal
@@ -319,10 +304,10 @@ def test_a_model_without_mrope_does_not_fit_a_qwen_projector(qwen: Sight) -> Non
         open_media(qwen[1].path, model)
 
 
-def test_a_projector_for_sounds_is_refused(qwen: Sight, tmp_path: Path) -> None:
+def test_a_projector_for_nothing_is_refused(qwen: Sight, tmp_path: Path) -> None:
     file = take_apart(qwen[1].path)
     pairs = tuple(replace(p, value=b"\0") if p.key == b"clip.has_vision_encoder" else p for p in file.pairs)
-    with pytest.raises(ModelFileError, match="has no vision encoder; images need one"):
+    with pytest.raises(ModelFileError, match="has neither a vision encoder"):
         open_media(written(tmp_path / "deaf.gguf", replace(file, pairs=pairs)), qwen[0])
 
 

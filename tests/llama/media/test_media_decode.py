@@ -24,21 +24,6 @@ OFF = 1e-2  # other chunks move the logits by less than a tenth of this
 Sight = tuple[Model, MediaModel]
 
 
-@pytest.fixture(params=ARCHS)
-def both(request: pytest.FixtureRequest, sight: Callable[[str], Sight]) -> Sight:
-    return sight(request.param)
-
-
-@pytest.fixture
-def qwen(sight: Callable[[str], Sight]) -> Sight:
-    return sight("qwen35")
-
-
-@pytest.fixture
-def gemma(sight: Callable[[str], Sight]) -> Sight:
-    return sight("gemma3")
-
-
 def seen(media: MediaModel, size: tuple[int, int] = SIZE, seed: int = 1) -> Embedding:
     return media.encode(make_image(*size, seed), *size)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from everwarm.llama.system.pinned_memory import NotPinned, Pinned, loaded_runtime, runtime_of
+from everwarm.llama.system.pinned_memory import Pinned, loaded_runtime, runtime_of
 from support.fake_cuda import FakeCuda
 
 SIZE = 4 * mmap.PAGESIZE
@@ -40,14 +40,14 @@ def test_committing_changes_no_byte(memory):
 
 def test_a_refusal_says_why_and_leaves_no_error_behind(memory):
     cuda = FakeCuda(refusal=2)
-    with pytest.raises(NotPinned, match=r"error 2"):
+    with pytest.raises(OSError, match=r"error 2"):
         Pinned(cuda.runtime(), memory)
     assert cuda.registered == {} and cuda.last == 0
 
 
 def test_whoever_is_told_to_stop_registers_nothing(memory):
     cuda = FakeCuda()
-    with pytest.raises(NotPinned):
+    with pytest.raises(OSError, match="not needed"):
         Pinned(cuda.runtime(), memory, lambda: True)
     assert cuda.registered == {}
 

@@ -14,7 +14,7 @@ SENT = (m.Begun(1, 9, 4, 0, 0), m.TextPiece(1, "so", [1]), m.TextPiece(1, " it",
 
 
 def as_bytes(*messages: Any) -> bytes:
-    return b"".join(part for message in messages for part in m.frame(message).parts)
+    return b"".join(part for message in messages for part in m.frame(message))
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1 << 16])

@@ -210,7 +210,7 @@ def test_a_request_that_was_begun_is_replayed_only_once():
     [(True, False, False, 2), (False, False, False, 4), (True, True, False, 1), (False, False, True, 1)],
 )
 def test_how_many_engines_a_request_may_outlive(has_begun, has_streamed, is_of_one_life, n_lives):
-    pending = Pending(1, m.Frame(()), has_streamed=has_streamed, is_of_one_life=is_of_one_life)
+    pending = Pending(1, (), has_streamed=has_streamed, is_of_one_life=is_of_one_life)
     n = 1
     for _ in range(10):
         pending.has_begun = has_begun

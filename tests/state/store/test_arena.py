@@ -46,7 +46,7 @@ def left(fd: int, owner: str = "me", budget: int | None = 4 * MIB) -> dict[bytes
     arena = opened(fd, owner, budget)
     found = list(arena.found())
     arena.check()
-    believed = {f.about: f.blob.tobytes() for f in found if arena.is_sound(f.blob)}
+    believed = {about: blob.tobytes() for about, blob in found if arena.is_sound(blob)}
     arena.close()  # before anything is let go: so it is still there for the next look
     return believed
 
@@ -128,11 +128,11 @@ def test_trimming_gives_back_what_an_earlier_process_left_lying(memory):
     gone[:] = 1
     assert arena.keep(kept, b"kept")
     second = opened(memory, budget=16 * MIB)
-    found = list(second.found())
+    ((_, found),) = second.found()
     assert os.fstat(memory).st_blocks * 512 > 8 * MIB + 4 * MIB, "this test could not fail"
     second.trim()
     assert os.fstat(memory).st_blocks * 512 < 5 * MIB  # most of it the rows
-    assert second.is_sound(found[0].blob) and found[0].blob.tobytes() == kept.tobytes()
+    assert second.is_sound(found) and found.tobytes() == kept.tobytes()
 
 
 def test_a_full_arena_hands_out_ordinary_memory_instead(memory, monkeypatch):
@@ -321,9 +321,9 @@ def test_what_is_found_can_be_looked_at_before_it_is_taken_up(memory):
     assert not Arena.is_left(memory, "you", None) and not Arena.is_left(memory, "me", 5 * MIB)
     again = opened(memory)
     again.look_at_found(lambda: False)
-    doubts = [again._extent(found.blob).doubt for found in again._found]  # type: ignore[union-attr]
+    doubts = [again._extent(blob).doubt for _, blob in again._found]  # type: ignore[union-attr]
     assert sorted(doubt is None for doubt in doubts) == [False, True, True], "the damaged one is still in doubt"
-    assert sum(again.is_sound(found.blob) for found in again.found()) == 2
+    assert sum(again.is_sound(blob) for _, blob in again.found()) == 2
     again.close()
 
 

@@ -336,7 +336,7 @@ def test_a_file_that_is_changed_between_looking_and_writing_lands_nothing_wrong(
         found = check_bundle(fd, directory / "there", quiet)
         last = found.members[-1]
         with file.open("r+b") as changing:
-            changing.seek(last.at + last.size - 8000)
+            changing.seek(last.offset_data + last.size - 8000)
             changing.write(b"!")
         with pytest.raises(BadRequest, match="damaged"):
             write_members(fd, found, directory / "there", quiet)
@@ -431,7 +431,7 @@ def test_without_digests_some_of_these_mutants_would_be_taken(directory, source,
         return bundle._open_member(fd, member).header
 
     def copying(fd, member, _fingerprint, _tick):
-        yield os.pread(fd, member.size, member.at)
+        yield os.pread(fd, member.size, member.offset_data)
 
     monkeypatch.setattr(bundle, "_verified", believing)
     monkeypatch.setattr(bundle, "_again", copying)

@@ -1,6 +1,5 @@
 """``everwarm chat``: a chat in the terminal that shows what was reused.
 
 ``session`` is the loop: it asks, sends and obeys commands. ``conversation`` has the messages and what was measured,
-``chat_server`` talks to a server or starts one, ``terminal`` reads lines and shows replies, ``markdown_blocks`` tells which
-part of an unfinished reply can be rendered for good.
+``chat_server`` talks to a server or starts one, ``terminal`` reads lines and shows replies.
 """

@@ -39,7 +39,8 @@ def summary(costs: list[ReplyCost]) -> str:
     """All replies so far, in one sentence."""
     if not costs:
         return "no replies yet"
-    n_reused, n_read = sum(cost.n_reused for cost in costs), sum(cost.n_read for cost in costs)
+    n_reused = sum(cost.n_reused for cost in costs)
+    n_read = sum(cost.n_read for cost in costs)
     warm = 100 * n_reused / max(1, n_reused + n_read)
     n_written = sum(cost.n_written for cost in costs)
     mean_ms = 1e3 * sum(cost.first_s for cost in costs) / len(costs)
@@ -62,8 +63,8 @@ class Conversation:
     def ask(self, text: str) -> None:
         content: Any = text
         if self.images:
-            pictures = [{"type": "image_url", "image_url": {"url": address}} for address in self.images]
-            content = [*pictures, {"type": "text", "text": text}]
+            images = [{"type": "image_url", "image_url": {"url": address}} for address in self.images]
+            content = [*images, {"type": "text", "text": text}]
             self.images = []
         self.messages.append({"role": "user", "content": content})
 
@@ -106,7 +107,9 @@ class Conversation:
 
     def load(self, path: Path) -> None:
         found = _parse(path)
-        self.system, self.messages, self.images = found["system"], found["messages"], []
+        self.system = found["system"]
+        self.messages = found["messages"]
+        self.images = []
 
 
 def _parse(path: Path) -> Json:

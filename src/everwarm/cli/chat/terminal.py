@@ -4,10 +4,10 @@ text, one message per line."""
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory
@@ -19,29 +19,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from everwarm.cli.chat.chat_server import Piece
-from everwarm.cli.chat.conversation import ReplyCost
-from everwarm.cli.chat.markdown_blocks import settled
 
 _REFRESH_PER_SECOND = 12
-
-
-class ShownReply:
-    """What has come of a reply; it is whole unless it was stopped."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.cost: ReplyCost | None = None
-        self.is_stopped = False
-
-
-class Terminal(Protocol):
-    def ask(self, prefill: str = "") -> str | None:
-        """The next message or command; None at the end."""
-
-    def say(self, text: str, style: str | None = None) -> None: ...
-
-    def show(self, pieces: Iterable[Piece]) -> ShownReply:
-        """Shows a reply while it comes. Ctrl-C stops it."""
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 def history_file() -> Path:
@@ -60,15 +40,16 @@ class PipedTerminal:
     def say(self, text: str, style: str | None = None) -> None:  # noqa: ARG002 - pipes have no colours
         print(text, flush=True)
 
-    def show(self, pieces: Iterable[Piece]) -> ShownReply:
-        reply = ShownReply()
+    def show(self, pieces: Iterable[Piece]) -> Piece:
+        """All of them as one."""
+        text, cost = "", None
         for piece in pieces:
-            reply.text += piece.text
-            reply.cost = piece.cost or reply.cost
+            text += piece.text
+            cost = piece.cost or cost
             sys.stdout.write(piece.text)
             sys.stdout.flush()
         print()
-        return reply
+        return Piece(text, cost=cost)
 
 
 class InteractiveTerminal:
@@ -92,32 +73,37 @@ class InteractiveTerminal:
     def say(self, text: str, style: str | None = None) -> None:
         self._console.print(text, style=style, markup=False)
 
-    def show(self, pieces: Iterable[Piece]) -> ShownReply:
-        reply = ShownReply()
+    def show(self, pieces: Iterable[Piece]) -> Piece:
+        """All that came until Ctrl-C, as one."""
+        text, cost = "", None
         n_shown = n_thought = 0
+        is_stopped = False
         with Live(
             console=self._console, transient=True, refresh_per_second=_REFRESH_PER_SECOND, vertical_overflow="crop"
         ) as live:
             try:
                 for piece in pieces:
-                    reply.cost = piece.cost or reply.cost
-                    reply.text += piece.text
+                    cost = piece.cost or cost
+                    text += piece.text
                     n_thought += len(piece.reasoning)
-                    n_done = settled(reply.text)
+                    n_done = settled(text)
                     if n_done > n_shown:
-                        live.console.print(Markdown(reply.text[n_shown:n_done]))
+                        live.console.print(Markdown(text[n_shown:n_done]))
                         n_shown = n_done
                     thinking = Text(f"thinking … {n_thought:,} characters", "dim")
-                    live.update(_Tail(Markdown(reply.text[n_shown:])) if reply.text else thinking)
+                    live.update(_Tail(Markdown(text[n_shown:])) if text else thinking)
             except KeyboardInterrupt:
-                reply.is_stopped = True
+                is_stopped = True
         if n_thought:
             self.say(f"(thought {n_thought:,} characters)", "dim")
-        if reply.text[n_shown:].strip():
-            self._console.print(Markdown(reply.text[n_shown:]))
-        if reply.is_stopped:
+        if text[n_shown:].strip():
+            self._console.print(Markdown(text[n_shown:]))
+        if is_stopped:
             self.say("(stopped)", "dim")
-        return reply
+        return Piece(text, cost=cost)
+
+
+Terminal = PipedTerminal | InteractiveTerminal
 
 
 def _keys() -> KeyBindings:
@@ -145,3 +131,21 @@ class _Tail:
         for line in lines[-max(1, console.height - 2) :]:
             yield from line
             yield Segment.line()
+
+
+def settled(text: str) -> int:
+    """How many characters of an unfinished Markdown text are finished blocks: up to the last blank line that is not inside
+    a fenced block. They will not change any more."""
+    end = start = 0
+    fence = ""
+    for line in text.splitlines(keepends=True):
+        start += len(line)
+        found = _FENCE.match(line)
+        if fence:
+            if found is not None and found[1].startswith(fence) and not line.strip().strip(fence[0]):
+                fence = ""
+        elif found is not None:
+            fence = found[1]
+        elif not line.strip() and line.endswith("\n"):
+            end = start
+    return end

@@ -2,5 +2,6 @@
 
 ``option_groups`` has the headings of ``--help``. ``placement_options`` says where weights lie and how positions are
 encoded, ``request_options`` what holds for requests that do not say it. ``llama_flags`` is llama-server's command line as a
-table, and ``llama_line`` turns such a command line, and llama-server's variables, into our flags.
+table, and ``llama_line`` turns such a command line, and llama-server's variables, into our flags; ``named_templates``
+has the chat templates that it knows by name.
 """

@@ -18,7 +18,8 @@ from everwarm.errors import BadRequest
 
 PREFIX = "LLAMA_ARG_"
 _NEGATED = "LLAMA_ARG_NO_"
-_TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")
+_TRUE = ("on", "enabled", "true", "1")
+_FALSE = ("off", "disabled", "false", "0")
 
 _POSITIVE = {name: row for row in ROWS for name in row.names}
 _NEGATIVE = {name: row for row in ROWS for name in row.negatives}
@@ -105,7 +106,10 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
             continue
         for to, value in given:
             known = found.get(to)
-            found[to] = [*known, str(value)] if isinstance(known, list) else [str(value)] if row.is_list else value
+            if isinstance(known, list):
+                found[to] = [*known, str(value)]
+            else:
+                found[to] = [str(value)] if row.is_list else value
     return found
 
 

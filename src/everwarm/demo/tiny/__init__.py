@@ -2,12 +2,12 @@
 
 ``plans`` has the hyperparameters and tensor shapes of each architecture, as data; ``vocab`` the vocabulary, one token per
 byte and the control tokens of a chat; ``write`` draws the weights from a seed and writes the file, all or nothing;
-``vision`` writes a projector beside it. The same spec always gives the same bytes. Knows no libllama and no server; the
+``projector`` writes a projector beside it. The same spec always gives the same bytes. Knows no libllama and no server; the
 weights are random, so what the models say means nothing.
 """
 
 from everwarm.demo.tiny.plans import ARCHITECTURES, Plan, Tensor, TinySpec, plan_tiny
-from everwarm.demo.tiny.vision import projector_path, write_tiny_vision
+from everwarm.demo.tiny.projector import projector_path, write_tiny_projector
 from everwarm.demo.tiny.write import write_tiny
 
 __all__ = [
@@ -18,5 +18,5 @@ __all__ = [
     "plan_tiny",
     "projector_path",
     "write_tiny",
-    "write_tiny_vision",
+    "write_tiny_projector",
 ]

@@ -42,8 +42,9 @@ _OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 @dataclass(frozen=True, slots=True)
 class TinySpec:
     """One model file: the same spec always gives the same bytes. `n_vocab` only adds unused tokens to the base ones;
-    `vision` adds the tokens around an image, and says that a projector belongs to the model; `long_rope` gives it two sets
-    of RoPE factors, and contexts of more than so many tokens use the second; `mtp` adds a head that guesses tokens."""
+    `vision` adds the tokens around an image, and says that its projector reads images; `audio`: it reads sounds;
+    `long_rope` gives it two sets of RoPE factors, and contexts of more than so many tokens use the second; `mtp` adds a
+    head that guesses tokens."""
 
     arch: str = "qwen35"
     n_layers: int = 8
@@ -53,6 +54,7 @@ class TinySpec:
     dtype: DType = "f32"
     context_length: int = 262144
     vision: bool = False
+    audio: bool = False
     long_rope: int | None = None
     mtp: bool = False
 
@@ -102,7 +104,18 @@ class TinySpec:
 
 
 Kind = Literal[
-    "embedding", "output", "matrix", "small_matrix", "norm", "conv", "bias", "step_bias", "decay", "skip", "factors"
+    "embedding",
+    "output",
+    "matrix",
+    "small_matrix",
+    "norm",
+    "conv",
+    "half_conv",
+    "bias",
+    "step_bias",
+    "decay",
+    "skip",
+    "factors",
 ]
 Value = int | float | str | tuple[int, ...] | tuple[bool, ...]
 Hyper = dict[str, Value]
@@ -150,7 +163,9 @@ class _Sizes:
 
 
 def _sizes(width: int) -> _Sizes:
-    head = 32 if width < 256 else 64 if width < 1024 or width % 128 else 128
+    head = 32
+    if width >= 256:
+        head = 64 if width < 1024 or width % 128 else 128
     n_heads = width // head
     n_kv_heads = _divisor_up_to(n_heads, n_heads // 2 if n_heads < 8 else n_heads // 4)
     return _Sizes(width, head, n_heads, n_kv_heads, inner=2 * width, feed_forward=2 * width)

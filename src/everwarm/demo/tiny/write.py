@@ -39,6 +39,7 @@ _QUANTISED: frozenset[Kind] = frozenset({"embedding", "output", "matrix"})
 _RANGES: dict[Kind, tuple[float, float]] = {
     "norm": (0.8, 1.2),
     "conv": (-0.9, 0.9),
+    "half_conv": (-0.9, 0.9),
     "bias": (-0.1, 0.1),
     "step_bias": (-5.5, -3.0),
     "decay": (-2.0, -0.25),
@@ -50,7 +51,7 @@ _FILE_TYPES = {"f32": LlamaFileType.ALL_F32, "q8_0": LlamaFileType.MOSTLY_Q8_0}
 
 
 def is_quantised(tensor: Tensor, dtype: DType) -> bool:
-    """Whether this tensor is stored as Q8_0 in a file of that type; everything else is F32."""
+    """Whether this tensor is stored as Q8_0 in a file of that type; everything else but a ``half_conv`` is F32."""
     return dtype == "q8_0" and tensor.kind in _QUANTISED
 
 
@@ -59,7 +60,7 @@ def size_bytes(tensor: Tensor, dtype: DType) -> int:
     n_elements = prod(tensor.shape)
     if is_quantised(tensor, dtype):
         return n_elements // _BLOCK * _Q8_0_BLOCK.itemsize
-    return n_elements * 4
+    return n_elements * (2 if tensor.kind == "half_conv" else 4)
 
 
 def draw(tensor: Tensor, dtype: DType, seed: int) -> Iterator[Chunk]:
@@ -76,7 +77,8 @@ def draw(tensor: Tensor, dtype: DType, seed: int) -> Iterator[Chunk]:
 
 def _draw_uniform(rng: np.random.Generator, tensor: Tensor) -> Chunk:
     low, high = _RANGES[tensor.kind]
-    return (low + (high - low) * rng.random(prod(tensor.shape))).astype("<f4")
+    values = (low + (high - low) * rng.random(prod(tensor.shape))).astype("<f4")
+    return values.astype("<f2") if tensor.kind == "half_conv" else values
 
 
 def _draw_rows(rng: np.random.Generator, tensor: Tensor) -> Iterator[tuple[Chunk, Chunk]]:
@@ -179,6 +181,7 @@ def _add_tokenizer(writer: GGUFWriter, spec: TinySpec) -> None:
 def finish_header(writer: GGUFWriter, tensors: Sequence[Tensor], dtype: DType) -> None:
     for tensor in tensors:
         stored = GGMLQuantizationType.Q8_0 if is_quantised(tensor, dtype) else GGMLQuantizationType.F32
+        stored = GGMLQuantizationType.F16 if tensor.kind == "half_conv" else stored
         shape = tuple(reversed(tensor.shape))
         writer.add_tensor_info(tensor.name, shape, np.dtype(np.float32), size_bytes(tensor, dtype), raw_dtype=stored)
     writer.write_header_to_file()

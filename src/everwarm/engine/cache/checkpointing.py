@@ -6,6 +6,7 @@ The effects between a context and a tree; where a checkpoint is taken and which 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -124,18 +125,44 @@ class Checkpointer:
         return node
 
     def _spare_at_hand(self, kind: CutKind) -> SeqId | None:
-        """A free spare, or one whose checkpoint can be dropped without a copy; a guess drops none."""
+        """A free spare, or one whose checkpoint can be dropped without a copy; a guess drops none. Else the oldest whose
+        state is all that would have to be copied: that takes as long as copying the new one, which is the next to be
+        continued from. Else one that would be missed less than what RAM would evict for the new one."""
         spare = self._spares.free()
         if spare is not None or kind is CutKind.GUESS:
             return spare
-        for spare, node in sorted(self._spares.parked(), key=_used_at):
+        by_use = sorted(self._spares.parked(), key=_used_at)
+        for spare, node in by_use:
             checkpoint = node.checkpoint
             assert checkpoint is not None
             can_go = checkpoint.state is not None or not is_worth_copying(node) or self._has_no_other_place(checkpoint)
             if can_go and not self._writer.unsaved(spare, node):
                 self.unpark(spare)
                 return spare
-        return None
+        if kind is CutKind.END or kind in PROVISIONAL:
+            return None
+        oldest = next((spare for spare, node in by_use if not self._writer.is_only_here(spare, node)), None)
+        if oldest is None:
+            return self._spare_of_least([node for _, node in by_use])
+        self.move_out(oldest)
+        return oldest
+
+    def _spare_of_least(self, parked: Sequence[Node]) -> SeqId | None:
+        least = self._budget.least_parked(parked, self._state_bytes)
+        if least is None or least.checkpoint is None:
+            return None
+        spare = least.checkpoint.parked
+        self._budget.tell_of([least])
+        self.drop(least, "capacity")
+        return spare
+
+    def move_out(self, spare: SeqId) -> None:
+        """Empties a spare after copying its state to RAM, if that is worth it; RAM may evict it for that."""
+        node = self._spares.node(spare)
+        with self._budget.lifted():
+            if node is not None and is_worth_copying(node):
+                self._writer.copy_state(node)
+            self.unpark(spare)
 
     def _has_no_other_place(self, checkpoint: Checkpoint) -> bool:
         """Whether RAM cannot hold it, and it is of a kind that gives way to others."""
@@ -207,12 +234,13 @@ class Checkpointer:
 
     def drop(self, node: Node, reason: str) -> None:
         assert node.checkpoint is not None
-        if node.checkpoint.parked is not None and node.parent is not None:
-            self._writer.save_kv(node.checkpoint.parked, node.parent)  # states above it may live on this sequence's KV
-        checkpoint = self._tree.drop_checkpoint(node)
-        self._journal.dropped(node, checkpoint, reason)
-        if checkpoint.parked is not None:
-            self._spares.release(checkpoint.parked)
+        with self._budget.lifted():
+            if node.checkpoint.parked is not None and node.parent is not None:
+                self._writer.save_kv(node.checkpoint.parked, node.parent)  # states above may live on this sequence's KV
+            checkpoint = self._tree.drop_checkpoint(node)
+            self._journal.dropped(node, checkpoint, reason)
+            if checkpoint.parked is not None:
+                self._spares.release(checkpoint.parked)
 
     def unpark(self, spare: SeqId) -> None:
         """Removes a parked checkpoint from the device. Without a RAM copy it is lost."""

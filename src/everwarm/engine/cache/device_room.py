@@ -7,15 +7,16 @@ What is worth keeping is copied to RAM first: all but the ends of prompts, which
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
-from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
+from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Residents, Slot
-from everwarm.engine.tiers.lower_tiers import LowerTiers
+from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.context import Context
-from everwarm.state.policy import CutKind
+from everwarm.state.policy import CutKind, has_other_place
 from everwarm.state.returns import Returns
 from everwarm.state.tree import Node
 from everwarm.types import SeqId
@@ -30,17 +31,20 @@ class DeviceRoom:
         writer: RamWriter,
         budget: RamBudget,
         returns: Returns,
-        tiers: LowerTiers,
+        speed: Speed,
+        disk_s: Callable[[int], float],
         tier_writer: TierWriter,
     ) -> None:
-        """``tier_writer`` is offered every slot that is about to be emptied and was not offered yet."""
+        """``disk_s``: how long it takes to load so many bytes from the disk. ``tier_writer`` is offered every slot that is
+        about to be emptied and was not offered yet."""
         self._context = context
         self._residents = residents
         self._checkpointer = checkpointer
         self._writer = writer
         self._budget = budget
         self._returns = returns
-        self._tiers = tiers
+        self._speed = speed
+        self._disk_s = disk_s
         self._tier_writer = tier_writer
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
@@ -48,10 +52,10 @@ class DeviceRoom:
         cells = self._context.cells
         if not self._context.kind.has_attention or cells.free >= n_cells:
             return True
-        for spare in self._parked_by_age():
+        for spare, _ in self._parked_by_age():
             if cells.free >= n_cells:
                 return True
-            self._move_out_spare(spare)
+            self._checkpointer.move_out(spare)
         for slot in self._idle_by_worth():
             if cells.free >= n_cells:
                 return True
@@ -60,32 +64,36 @@ class DeviceRoom:
         return cells.free >= n_cells
 
     def limit_idle(self, n_cells_each: int) -> None:
-        """Limits the cells of idle conversations per running request: attention runs over idle cells, too. Those that
-        would be lost stay: RAM has no room for them, and there is no disk tier."""
+        """Limits the cells of idle conversations per running request: attention runs over idle cells, too. What has no
+        other place stays: RAM has no room for it, and there is no disk, or loading would take too long."""
         if not self._context.kind.has_attention:
             return
         cells = self._context.cells
         running = [slot for slot in self._residents.slots if not slot.is_idle]
         own = {id(node) for slot in running for node in slot.node.lineage()}
         most = cells.used_by(slot.seq for slot in running) + n_cells_each * len(running)
-        for spare in self._parked_by_age():
+        for spare, node in self._parked_by_age():
             if cells.used <= most:
                 return
-            if id(self._residents.spares.node(spare)) not in own:
-                self._move_out_spare(spare)
+            if id(node) not in own and self._has_other_place(spare, self._writer.parked_bytes(spare, node)):
+                self._checkpointer.move_out(spare)
         for slot in self._idle_by_worth():
             if cells.used <= most:
                 return
-            if not self._would_be_lost(slot):
+            if self._has_other_place(slot.seq, self._writer.unsaved_bytes(slot)):
                 self.vacate(slot)
 
-    def _would_be_lost(self, slot: Slot) -> bool:
-        return not self._tiers.disk.is_on and self._writer.unsaved_bytes(slot) > self._budget.n_free
+    def _has_other_place(self, seq: SeqId, unsaved_bytes: int) -> bool:
+        """Whether a sequence may leave the device; ``unsaved_bytes``: what RAM would have to take of it."""
+        read_s = self._context.cells.count(seq) * self._speed.seconds_per_token
+        load_s = self._disk_s(self._writer.whole_bytes(seq))
+        return has_other_place(unsaved_bytes, self._budget.n_free, load_s, read_s)
 
     def vacate(self, slot: Slot, root: Node | None = None) -> None:
         """Empty a slot, which then stands at ``root`` or at its own; its conversation comes back from RAM."""
-        self.save(slot)
-        slot.vacate(root)
+        with self._budget.lifted():  # until it has left, its KV would count as a copy of what the device holds
+            self.save(slot)
+            slot.vacate(root)
 
     def save(self, slot: Slot, *, beyond: int = 0) -> None:
         """Copies to RAM, and offers to the disk, what would be lost if the slot kept only its first ``beyond`` items."""
@@ -96,19 +104,12 @@ class DeviceRoom:
     def clear(self) -> None:
         """Empty all spares and all slots, which are idle."""
         for spare in self._residents.spares:
-            self._move_out_spare(spare)
+            self._checkpointer.move_out(spare)
         for slot in self._residents.slots:
             assert slot.is_idle
             self.vacate(slot)
 
-    def _move_out_spare(self, spare: SeqId) -> None:
-        node = self._residents.spares.node(spare)
-        with self._budget.lifted():
-            if node is not None and is_worth_copying(node):
-                self._writer.copy_state(node)
-            self._checkpointer.unpark(spare)
-
-    def _parked_by_age(self) -> list[SeqId]:
+    def _parked_by_age(self) -> list[tuple[SeqId, Node]]:
         """Ends of prompts first: only an identical prompt can use them."""
 
         def age(parked: tuple[SeqId, Node]) -> tuple[bool, float]:
@@ -116,7 +117,7 @@ class DeviceRoom:
             assert checkpoint is not None
             return checkpoint.kind is not CutKind.END, checkpoint.used_at
 
-        return [spare for spare, _ in sorted(self._residents.spares.parked(), key=age)]
+        return sorted(self._residents.spares.parked(), key=age)
 
     def _idle_by_worth(self) -> list[Slot]:
         """Those that are least likely to be continued first, of equals the oldest."""

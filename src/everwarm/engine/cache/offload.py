@@ -75,12 +75,15 @@ class Offload:
         if not self.kind.needs_checkpoints:
             return self._copy_kv(slot, request.n_prompt)
         points = needed_points(slot, request.n_prompt)
+        if not self.writer.would_keep(points):
+            return False
         for node in points:
             if self._copy_state(node):
                 return True
         if self.kind.has_attention and points and self._copy_piece(slot, points[-1]):
             return True
-        return any(self._copy_state(node) for node in slot.node.lineage() if not _is_end(node))
+        others = (node for node in slot.node.lineage() if not _is_end(node))
+        return self.writer.has_room_for_state and any(self._copy_state(node) for node in others)
 
     def _copy_state(self, node: Node) -> bool:
         """Copies each state once: one that was evicted since is not copied again."""
@@ -105,32 +108,30 @@ class Offload:
     # at the end of a turn
 
     def finish(self, slot: Slot, n_prompt: int, ended_at: float) -> Receipt:
-        """Copies the rest of the turn that ended in this slot, and evicts others' entries for it. What still has no
-        room in the arena is offered to the disk."""
+        """Copies the rest of the turn that ended in this slot, if what would be evicted for that is worth less. What has
+        no place in RAM is offered to the disk."""
         on_disk = None
-        with self.tree.pinned(slot.node), self.budget.lifted():
-            points = self._copy_rest(slot, n_prompt)
+        with self.budget.lifted():
+            points = self._points(slot, n_prompt)
+            if self.writer.would_keep(points):
+                self._copy_rest(slot, points)
             if points:
                 self.tier_writer.note_end(slot, ended_at)
                 if self.tiers.is_on and (self.budget.is_exceeded or not self._has_room(points)):
                     on_disk = self.tier_writer.offer_ended(slot)
-        self.budget.enforce()  # a turn that is larger than all of the RAM tier stays nowhere in it
         notes = self._notes(points)
         blobs = tuple(blob for note in notes or () if (blob := note.blob()) is not None)
         return Receipt(ended_at, notes, blobs, on_disk)
 
-    def _copy_rest(self, slot: Slot, n_prompt: int) -> list[Node]:
-        """Returns the points that a request may continue from."""
-        kind = self.kind
-        points = self._points(slot, n_prompt)
+    def _copy_rest(self, slot: Slot, points: Sequence[Node]) -> None:
         for node in points:
             if node.checkpoint is not None and node.checkpoint.parked is not None:
                 self.writer.copy_state(node)
-        if kind.has_attention and points:
+        if self.kind.has_attention:
             self.writer.save_lineage(slot.seq, points[-1].lineage())
-        return points
 
     def _points(self, slot: Slot, n_prompt: int) -> list[Node]:
+        """The points that a request may continue from."""
         if self.kind.needs_checkpoints:
             return needed_points(slot, n_prompt)
         return [slot.node] if slot.n_fed else []
@@ -170,7 +171,7 @@ class Offload:
         name = receipt.on_disk
         if name is None:
             return done(Where.NOWHERE)
-        once = _Once(done)
+        once = _once(done)
         timer = threading.Timer(DISK_WAIT_S, once, (Where.NOWHERE,))
         timer.daemon = True
         timer.start()
@@ -182,20 +183,15 @@ class Offload:
         tiers.after_all(is_written)
 
 
-class _Once:
-    """Calls a function the first time only."""
+def _once(function: Callable[[Where], None]) -> Callable[[Where], None]:
+    """Calls the function the first time only."""
+    is_called = threading.Lock()
 
-    def __init__(self, function: Callable[[Where], None]) -> None:
-        self._function = function
-        self._lock = threading.Lock()
-        self._is_done = False
+    def call(where: Where) -> None:
+        if is_called.acquire(blocking=False):
+            function(where)
 
-    def __call__(self, where: Where) -> None:
-        with self._lock:
-            is_done = self._is_done
-            self._is_done = True
-        if not is_done:
-            self._function(where)
+    return call
 
 
 def needed_points(slot: Slot, n_prompt: int) -> list[Node]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from everwarm.llama.model import MemoryKind
 from everwarm.state.lineage import Chunks, history_over
@@ -52,18 +52,6 @@ def _can_be_kept(kind: MemoryKind, node: Node) -> bool:
     return checkpoint is not None and checkpoint.is_held and checkpoint.kind not in PROVISIONAL
 
 
-class _CoveredPart(Protocol):
-    @property
-    def start(self) -> int: ...
-    @property
-    def n_items(self) -> int: ...
-    @property
-    def segment(self) -> Segment | None: ...
-
-
-S = TypeVar("S", bound=_CoveredPart)
-
-
 @dataclass(frozen=True, slots=True)
 class CoveredRange:
     """A node as it was, for other threads."""
@@ -71,6 +59,9 @@ class CoveredRange:
     start: int
     n_items: int
     segment: Segment | None
+
+
+S = TypeVar("S", Node, CoveredRange)
 
 
 def cover(path: Sequence[S], n_from: int, n_items: int) -> list[tuple[S, int]] | None:

@@ -7,7 +7,7 @@ more.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from everwarm.engine.cache.provenance import is_better, reach_back
@@ -33,9 +33,11 @@ class RamWriter:
         budget: RamBudget,
         most_joined: int,
         kv_bytes_per_token: int,
+        state_bytes: int,
     ) -> None:
-        """``most_joined``: tokens of a segment that is made of several."""
+        """``most_joined``: tokens of a segment that is made of several; ``state_bytes``: of one state of this model."""
         self._kv_bytes = kv_bytes_per_token
+        self._state_bytes = state_bytes
         self.piece_tokens = max(MIN_PIECE_TOKENS, PIECE_BYTES // max(1, kv_bytes_per_token))
         self._context = context
         self._tree = tree
@@ -56,6 +58,18 @@ class RamWriter:
         elif checkpoint.state is None:
             checkpoint.clean = checkpoint.clean and not self._context.packs_states
             self._tree.set_state(node, self._context.capture_packed(checkpoint.parked))
+
+    def would_keep(self, points: Sequence[Node]) -> bool:
+        """Whether copies of these points of one lineage, the deepest last, would stay in RAM: else it is not worth
+        making them as long as the device holds them."""
+        if not points:
+            return False
+        lineage = points[-1].lineage() if self._context.kind.has_attention else []
+        states = [node for node in points if node.checkpoint is not None]
+        n_new = sum(node.checkpoint.state is None for node in states if node.checkpoint is not None)
+        n_bytes = len(states) * self._state_bytes + self._bytes_of(lineage)
+        unsaved = self._bytes_of(node for node in lineage if node.segment is None)
+        return self._budget.would_keep_copy(points[-1], n_bytes, n_new * self._state_bytes + unsaved)
 
     @contextlib.contextmanager
     def staged(self, points: Iterable[Node]) -> Iterator[None]:
@@ -78,6 +92,11 @@ class RamWriter:
 
     # KV
 
+    def leaving(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block something leaves the device: nothing is evicted until it has left, because until then what
+        is copied of it would count as a copy of what the device holds."""
+        return self._budget.lifted()
+
     def save_kv(self, seq: SeqId, node: Node, *, beyond: int = 0) -> None:
         """Copy the KV of this sequence's lineage that would be lost if the sequence went.
 
@@ -94,9 +113,14 @@ class RamWriter:
 
     def save_piece(self, seq: SeqId, nodes: Iterable[Node], most: int) -> bool:
         """Copies the first ``most`` tokens that are not in RAM. False: there are none, or no room for them."""
-        run = next(self._unsaved_runs(seq, nodes, min(most, self.most_joined)), None)
-        if run is None:
-            return False
+        run = self._next_run(seq, nodes, most)
+        return run is not None and self._save_first(seq, run, most)
+
+    def _next_run(self, seq: SeqId, nodes: Iterable[Node], most: int) -> list[Node] | None:
+        return next(self._unsaved_runs(seq, nodes, min(most, self.most_joined)), None)
+
+    def _save_first(self, seq: SeqId, run: list[Node], most: int) -> bool:
+        """Copies a run, or the first ``most`` tokens of its first node. False: it was evicted at once."""
         first = run[0]
         if first.parent is not None and first.n_items - first.start > most:
             run = [self._tree.grow(first.parent, first.path, first.start + most)]
@@ -107,14 +131,41 @@ class RamWriter:
 
     def unsaved(self, seq: SeqId, node: Node, *, beyond: int = 0) -> list[Node]:
         """The nodes of a lineage whose KV only this sequence holds and a request may need."""
-        elsewhere = {id(n) for other, end in self._residents.ends() if other != seq for n in end.lineage()}
+        elsewhere = self._held_elsewhere(seq)
         lost = (n for n in self._wanted(node) if n.n_items > beyond and id(n) not in elsewhere)
         return [n for n in lost if self._is_better(seq, n)]
 
+    def is_only_here(self, seq: SeqId, node: Node) -> bool:
+        """Whether some KV of a lineage is held by this sequence alone."""
+        elsewhere = self._held_elsewhere(seq)
+        return any(id(n) not in elsewhere and self._is_better(seq, n) for n in node.lineage())
+
     def unsaved_bytes(self, slot: Slot) -> int:
         """What emptying a slot would add to RAM."""
-        parts = ((n, n.parent) for n in self.unsaved(slot.seq, slot.node))
+        return self._bytes_of(self.unsaved(slot.seq, slot.node))
+
+    def parked_bytes(self, spare: SeqId, node: Node) -> int:
+        """What emptying a spare would add to RAM: its state, if it is worth a copy, and the KV that only this spare
+        holds. Nothing if RAM can hold no state at all: then spares are for the conversations that run."""
+        checkpoint = node.checkpoint
+        if not self._budget.can_hold(self._state_bytes):
+            return 0
+        if checkpoint is None or not is_worth_copying(node):
+            return self._bytes_of(self.unsaved(spare, node))
+        elsewhere = self._held_elsewhere(spare)
+        lost = [n for n in node.lineage() if id(n) not in elsewhere and self._is_better(spare, n)]
+        return self._bytes_of(lost) + (self._state_bytes if checkpoint.state is None else 0)
+
+    def whole_bytes(self, seq: SeqId) -> int:
+        """What all of a sequence takes: its KV, and a state."""
+        return self._context.cells.count(seq) * self._kv_bytes + self._state_bytes
+
+    def _bytes_of(self, nodes: Iterable[Node]) -> int:
+        parts = ((n, n.parent) for n in nodes)
         return sum(n.mark.n_tokens - above.mark.n_tokens for n, above in parts if above is not None) * self._kv_bytes
+
+    def _held_elsewhere(self, seq: SeqId) -> set[int]:
+        return {id(n) for other, end in self._residents.ends() if other != seq for n in end.lineage()}
 
     def _unsaved_runs(self, seq: SeqId, nodes: Iterable[Node], most: int) -> Iterator[list[Node]]:
         n_cells = self._context.cells.count(seq)
@@ -159,9 +210,14 @@ class RamWriter:
 
     # idle time
 
+    @property
+    def has_room_for_state(self) -> bool:
+        return self._budget.n_free >= self._state_bytes
+
     def tidy(self) -> bool:
-        """One piece of idle work: copy a parked checkpoint or an idle conversation's KV. False: there is none."""
-        for _, node in self._residents.spares.parked():
+        """One piece of idle work: copies a parked checkpoint or an idle conversation's KV, if there is room without
+        evicting anything. False: there is nothing to do."""
+        for _, node in self._residents.spares.parked() if self.has_room_for_state else ():
             checkpoint = node.checkpoint
             if checkpoint is not None and not checkpoint.tidied and is_worth_copying(node):
                 checkpoint.tidied = True
@@ -170,7 +226,9 @@ class RamWriter:
                 return True
         for slot in self._residents.slots:
             if slot.is_idle and not slot.is_tidy:
-                if not self.save_piece(slot.seq, self._wanted(slot.node), self.piece_tokens):
+                run = self._next_run(slot.seq, self._wanted(slot.node), self.piece_tokens)
+                has_room = run is not None and self._bytes_of(run) <= self._budget.n_free
+                if run is None or not has_room or not self._save_first(slot.seq, run, self.piece_tokens):
                     slot.note_tidy()
                 return True
         return False

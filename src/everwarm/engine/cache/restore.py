@@ -224,7 +224,7 @@ class Restorer:
         checkpoint = node.checkpoint
         if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not is_exact(node)):
             return None
-        with self._tree.pinned(node):
+        with self._tree.pinned(node), self._writer.leaving():
             try:
                 how = self._restore(slot, goal, node, match, sources)
             except MemoryFault as error:
@@ -287,12 +287,13 @@ class Restorer:
         mark = goal.prompt.mark(n)
         if n - n_kept <= (GUARD if is_clean else 0) or not self._context.window_reaches(slot.seq, mark):
             return None  # nothing was changed: saving evicts, perhaps what was just loaded for this prompt
-        self._room.save(slot, beyond=n)
-        try:
-            self._context.trim(slot.seq, mark)
-        except TrimRefused:
-            return None
-        self._stand(slot, goal, match.path, n, ())
+        with self._writer.leaving():
+            self._room.save(slot, beyond=n)
+            try:
+                self._context.trim(slot.seq, mark)
+            except TrimRefused:
+                return None
+            self._stand(slot, goal, match.path, n, ())
         spacing = self._checkpointer.spacing
         if n >= spacing.min_tokens and n - n_kept >= max(1, spacing.min_gap):
             try:

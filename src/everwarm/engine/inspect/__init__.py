@@ -1,8 +1,8 @@
 """What the engine reports about itself: questions from the gateway in, values to show out.
 
 ``cache_commands`` answers the cache API, and carries out its orders to pin and drop; everything else here only reads.
-``report`` has the numbers, also what a prompt would cost now; ``cache_view`` the tree, page by page; ``disk_view`` the
-states that are only on disk, from copies and headers, beside the loop. ``read_reason`` says, purely, why a request read
-what it read, as one of a few codes; ``stats`` counts what requests cost and what became of checkpoints; ``placement``
-says where the model lies and what memory is left.
+``report`` has the numbers, also what a prompt would cost now and what memory is left; ``cache_view`` the tree, page by
+page; ``disk_view`` the states that are only on disk, from copies and headers, beside the loop. ``read_reason`` says,
+purely, why a request read what it read, as one of a few codes; ``stats`` counts what requests cost and what became of
+checkpoints.
 """

@@ -19,11 +19,11 @@ from everwarm.engine.inspect.cache_view import MAX_PAGE, Number, finish_page, tu
 from everwarm.engine.inspect.disk_view import DiskView, TreeSnapshot, pin_of
 from everwarm.engine.loop import Job, Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import MOST_PINS, HeldPin, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.disk_pins import MOST_PINS, pinned_below, pinned_on_disk
 from everwarm.errors import BadRequest, EverwarmError, Forbidden, NotFound
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import point_of, root_key, short_key
-from everwarm.state.tier import Dropped, InSpaces, Selection, TheseStates
+from everwarm.state.tier import Dropped, InSpaces, Selection
 from everwarm.state.tree import Node
 
 log = logging.getLogger("everwarm.engine")
@@ -76,13 +76,13 @@ class CacheCommands:
         with self._reporting(id):
             self._send(m.Answer(id, work()))
 
-    def _require_quota(self, order: m.CacheOrder, held: HeldPin) -> None:
+    def _require_quota(self, order: m.CacheOrder, n_pins: int, n_bytes: int) -> None:
         """On any thread."""
         if order.pin_quota is None:
             return
         most = int(order.pin_quota * self._ram_bytes)
-        if held.n_bytes > most or held.n_pins > MOST_PINS:
-            shown = f"{held.n_pins} pins with {held.n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
+        if n_bytes > most or n_pins > MOST_PINS:
+            shown = f"{n_pins} pins with {n_bytes:,} bytes; {MOST_PINS} with {most:,} bytes are allowed"
             message = f"with this one your namespace would have {shown}: unpin others, or use an admin key"
             raise Forbidden(message, "pin_quota_exceeded")
 
@@ -111,7 +111,7 @@ class CacheCommands:
             else:
                 self._pin(core, order)
 
-    def hold(self, core: Core, question: m.HoldPrompt, prompt: Prompt, loop: Loop) -> None:
+    def hold(self, core: Core, question: m.AskPrompt, prompt: Prompt, loop: Loop) -> None:
         """Pins the deepest point of a prompt that a request could continue from, for a while."""
         restorer = core.cache.restorer
         namespace = question.submit.namespace
@@ -129,7 +129,7 @@ class CacheCommands:
         as well: what is pinned may be in only one of them."""
         pinned = [*pinned_below(node.root()), node]
         on_the_way = {id(n): n for end in pinned for n in end.lineage()}.values()
-        self._require_quota(order, HeldPin(len(pinned), _full_weight(core, on_the_way)))
+        self._require_quota(order, len(pinned), _full_weight(core, on_the_way))
         return _full_weight(core, [n for n in node.lineage() if not n.n_pinned])
 
     def _pin(self, core: Core, order: m.CacheOrder) -> None:
@@ -172,8 +172,8 @@ class CacheCommands:
             tiers = self._tiers
             if tiers.disk.is_on:
                 space = short_key(root_key(tiers.fingerprint, namespace))
-                held = pinned_on_disk(tiers.disk, space)
-                self._require_quota(order, HeldPin(held.n_pins + 1, held.n_bytes + n_new_bytes))
+                n_pins, n_bytes = pinned_on_disk(tiers.disk, space)
+                self._require_quota(order, n_pins + 1, n_bytes + n_new_bytes)
             loop.post(go_on)
 
     def _pin_on_disk(self, order: m.CacheOrder, view: TreeSnapshot) -> None:
@@ -195,7 +195,7 @@ class CacheCommands:
             if (kept := node.kept) is None:
                 raise _is_root()
             if order.action == "pin":
-                self._require_quota(order, pinned_on_disk(tiers.disk, kept.space, pin_of(kept)))
+                self._require_quota(order, *pinned_on_disk(tiers.disk, kept.space, pin_of(kept)))
             tiers.after_all(lambda: self._answer(order.id, change))
 
     def _drop_on_disk(self, order: m.CacheOrder, plan: DropPlan) -> None:
@@ -205,7 +205,7 @@ class CacheCommands:
         def forget() -> dict[str, Any]:
             selections: list[Selection] = [InSpaces(spaces)]
             if order.node is not None:
-                selections = [*(select() for select in plan.on_prompts), TheseStates(tuple(states))]
+                selections = [*(select() for select in plan.on_prompts), tuple(states)]
             dropped = sum((tiers.forget_now(what) for what in selections), plan.dropped)
             return _drop_answer(order, plan, dropped)
 

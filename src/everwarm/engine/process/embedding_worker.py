@@ -126,7 +126,8 @@ class EmbeddingHandler:
 
     def _pair(self, query: str, document: str) -> NDArray[np.int32]:
         """A question and a text, as a model that ranks was trained to see them."""
-        vocab, template = self._vocab, self._embedder.model.template("rerank")
+        vocab = self._vocab
+        template = self._embedder.model.template("rerank")
         if template is not None:
             text = template.replace("{query}", query).replace("{document}", document)
             return vocab.tokenize(text, add_special=False, parse_special=True)

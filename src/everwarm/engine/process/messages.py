@@ -4,7 +4,7 @@ Both sides import this and nothing of each other. No pickle: a frame can only be
 
     header    bytes that follow · of these, the message · the number of the request or question, 0 for none
     message   MessagePack
-    pixels    of a Submit's images, one after the other, as they are: they are not copied to be sent
+    pixels    of a Submit's images, and samples of its sounds, one after the other, as they are: not copied to be sent
 
 The sender checks the size first, and the receiver skips a frame that is too large: only the request with the frame's
 number fails.
@@ -43,13 +43,32 @@ class Open(Message, frozen=True, tag=True):
     settings: EngineSettings
 
 
-class SentImage(msgspec.Struct, frozen=True):
+class SentImage(msgspec.Struct, frozen=True, tag=True):
     """Decoded pixels; without them where the engine is believed to know the image."""
 
     digest: bytes
     width: int
     height: int
-    rgb: bytes | None = None
+    data: bytes | None = None  # rows of red, green, blue
+
+    @property
+    def n_bytes(self) -> int:
+        return 3 * self.width * self.height
+
+
+class SentSound(msgspec.Struct, frozen=True, tag=True):
+    """Decoded samples; without them where the engine is believed to know the sound."""
+
+    digest: bytes
+    n_samples: int
+    data: bytes | None = None  # 32-bit floats, at the model's sample rate
+
+    @property
+    def n_bytes(self) -> int:
+        return 4 * self.n_samples
+
+
+SentMedia = SentImage | SentSound
 
 
 CountItems = Callable[[Sequence[int]], list[int]]
@@ -114,7 +133,7 @@ class Submit(Message, frozen=True, tag=True):
     wants_progress: bool = False
     wants_diagnostics: bool = False
     marker: str = ""
-    images: tuple[SentImage, ...] = ()
+    images: tuple[SentMedia, ...] = ()  # and sounds
     constraint: Constraint | None = None
     priority: int = 0  # the larger, the later
     lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
@@ -173,31 +192,15 @@ class Tokenized(msgspec.Struct, frozen=True):
     pieces: bytes = b""
 
 
-class Count(Message, frozen=True, tag=True):
-    """How many tokens a prompt would be, images included; their pixels are not needed."""
+class AskPrompt(Message, frozen=True, tag=True):
+    """A question about a prompt that is not read now. ``count``: how many tokens it is, images included; their pixels are
+    not needed. ``cost``: what it would cost now; the answer is a ``PromptCost``. ``hold``: pin its deepest known point for
+    ``ttl_s``; the answer is that of a pin, and ``pinned`` is false where nothing of the prompt is known."""
 
     id: int
-    text: str
-    add_special: bool
-    marker: str = ""
-    images: tuple[SentImage, ...] = ()
-    namespace: str = ""
-
-
-class AskCost(Message, frozen=True, tag=True):
-    """What a prompt would cost now; nothing is read. The answer is a ``PromptCost``."""
-
-    id: int
+    what: Literal["count", "cost", "hold"]
     submit: Submit
-
-
-class HoldPrompt(Message, frozen=True, tag=True):
-    """Pin the deepest known point of a prompt for so long. The answer is that of a pin; ``pinned`` is false where nothing
-    of the prompt is known."""
-
-    id: int
-    submit: Submit
-    ttl_s: float
+    ttl_s: float = 0.0
     pin_quota: float | None = None
 
 
@@ -348,6 +351,7 @@ class ModelInfo(Message, frozen=True, tag=True):
     adds_bos: bool
     build: str
     sees: bool = False  # images
+    sample_rate: int = 0  # of the sounds that it hears; 0: none
     pooling: str | None = None  # of an embedding model, which writes no text
     fill_in: FillIn | None = None  # None: the model does not know how
     n_batch: int = 2048
@@ -570,7 +574,7 @@ def failed(id: int, error: EverwarmError) -> Failed:
 
 
 CacheQuestion = AskTree | CacheOrder
-Question = Embed | Tokenize | Count | AskCost | HoldPrompt | Detokenize | Inspect | CacheQuestion | SlotAction
+Question = Embed | Tokenize | Detokenize | AskPrompt | Inspect | CacheQuestion | SlotAction
 ToEngine = Open | Submit | Prewarm | Cancel | Question | Stop
 ToGateway = Loading | ModelInfo | Fatal | Beat | Begun | PromptRead | TextPiece | Done | Failed | Answer
 
@@ -579,22 +583,15 @@ _to_engine: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine
 _to_gateway: msgspec.msgpack.Decoder[ToGateway] = msgspec.msgpack.Decoder(ToGateway)
 
 
-class Frame(msgspec.Struct, frozen=True):
-    """A message ready to be sent: its parts, in order."""
-
-    parts: tuple[bytes | bytearray, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.parts))
+Frame = tuple[bytes | bytearray, ...]  # a message ready to be sent: its parts, in order
 
 
 def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
     """Or ``FrameTooLarge``, which is the fault of this message alone."""
     pixels: list[bytes] = []
     if isinstance(message, Submit) and message.images:
-        pixels = [image.rgb for image in message.images if image.rgb]
-        shown = (msgspec.structs.replace(p, rgb=b"") if p.rgb else p for p in message.images)
+        pixels = [image.data for image in message.images if image.data]
+        shown = (msgspec.structs.replace(p, data=b"") if p.data else p for p in message.images)
         message = msgspec.structs.replace(message, images=tuple(shown))
     n_text = len(getattr(message, "text", None) or "")  # as many bytes or more
     _check_size(n_text + sum(map(len, pixels)), most)
@@ -604,7 +601,7 @@ def frame(message: Message, most: int = MAX_FRAME_BYTES) -> Frame:
     size = n_message + sum(map(len, pixels))
     _check_size(size, most)
     HEADER.pack_into(data, 0, size, n_message, getattr(message, "id", 0))
-    return Frame((data, *pixels))
+    return (data, *pixels)
 
 
 def _check_size(n_bytes: int, most: int) -> None:
@@ -629,16 +626,16 @@ def header_of(data: bytes | bytearray) -> FrameHeader:
 
 
 def wanted_pixels(message: ToEngine) -> list[int]:
-    """How many bytes of pixels follow the message, image by image."""
+    """How many bytes of pixels and samples follow the message, image by image."""
     images = message.images if isinstance(message, Submit) else ()
-    return [3 * p.width * p.height for p in images if p.rgb == b""]
+    return [p.n_bytes for p in images if p.data == b""]
 
 
 def with_pixels(message: ToEngine, pixels: Sequence[bytes]) -> ToEngine:
     if not isinstance(message, Submit) or not pixels:
         return message
     following = iter(pixels)
-    shown = (msgspec.structs.replace(p, rgb=next(following)) if p.rgb == b"" else p for p in message.images)
+    shown = (msgspec.structs.replace(p, data=next(following)) if p.data == b"" else p for p in message.images)
     return msgspec.structs.replace(message, images=tuple(shown))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import codecs
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,42 +16,39 @@ from everwarm.prompt.prompt import Prompt
 
 FIRST_TOKENS, LAST_TOKENS = 64, 32
 LEAST_LOG = -1e4  # the log-probability of a token that has none
-IMAGE = b"[picture]"
-
-
-@dataclass(frozen=True, slots=True)
-class Certain:
-    """Text that can be sent. ``stop`` is the stop string that was met; nothing follows it."""
-
-    text: str
-    stop: str | None = None
+IMAGE = b"[image]"
 
 
 class ReplyText:
-    """Fed with pieces in order. Holds back at most one character's bytes and the longest stop string's length."""
+    """Fed with pieces in order. Holds back at most one character's bytes and the longest stop string's length. ``stop``:
+    the stop string that was met; nothing follows it."""
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        self.stop: str | None = None
 
-    def feed(self, piece: bytes) -> Certain:
+    def feed(self, piece: bytes) -> str:
+        """What can be sent now."""
         text = self._decoder.decode(piece)
         if not self._stops:
-            return Certain(text)
+            return text
         self._held += text
         met = self._first_stop()
         if met is not None:
-            at, stop = met
+            at, self.stop = met
             text, self._held = self._held[:at], ""
-            return Certain(text, stop)
+            return text
         n_certain = len(self._held) - self._n_doubtful()
-        text, self._held = self._held[:n_certain], self._held[n_certain:]
-        return Certain(text)
+        text = self._held[:n_certain]
+        self._held = self._held[n_certain:]
+        return text
 
     def finish(self) -> str:
         """What was held back, when the reply ends otherwise."""
-        text, self._held = self._held + self._decoder.decode(b"", final=True), ""
+        text = self._held + self._decoder.decode(b"", final=True)
+        self._held = ""
         return text
 
     def _first_stop(self) -> tuple[int, str] | None:

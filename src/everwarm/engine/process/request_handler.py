@@ -1,8 +1,9 @@
 """Between frames and the core: texts become prompts, events become pieces of text.
 
 ``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
-reader busy for long, a constraint that is new or a long text, is prepared on other threads. Outside of the loop's thread
-only parts that never change are used: the vocabulary, the length of the context, the image model. Knows no sockets.
+reader busy for long, a constraint that is new, a long text or a sound, is prepared on other threads. Outside of the
+loop's thread only parts that never change are used: the vocabulary, the length of the context, the image model. Knows
+no sockets.
 """
 
 from __future__ import annotations
@@ -117,12 +118,10 @@ class RequestHandler:
             case m.Cancel(id=id):
                 if not self._preparing_constraints.cancel(id) and not self._preparing_texts.cancel(id):
                     loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
-            case m.Tokenize() | m.Count() | m.Detokenize():
+            case m.Tokenize() | m.Detokenize():
                 self._aside.submit(self._answer, message)  # a long text must not keep others waiting
-            case m.AskCost():
-                self._aside.submit(self._plan_cost, message, loop)
-            case m.HoldPrompt():
-                self._aside.submit(self._hold, message, loop)
+            case m.AskPrompt():
+                self._aside.submit(self._answer_of_prompt, message, loop)
             case m.SlotAction():
                 self._slot_files.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
@@ -136,7 +135,7 @@ class RequestHandler:
         """Prepares a request at once where that is quick; all later frames wait for it."""
         if message.constraint is not None and not self._constraints.is_settled(message.constraint, message.namespace):
             self._preparing_constraints.add(message.id, message.namespace, partial(self._prepare, message, loop))
-        elif len(message.text or "") > LONG_TEXT:
+        elif len(message.text or "") > LONG_TEXT or any(isinstance(each, m.SentSound) for each in message.images):
             self._preparing_texts.add(message.id, message.namespace, partial(self._prepare, message, loop))
         elif (post := self._prepare(message, loop)) is not None:
             post()
@@ -173,14 +172,13 @@ class RequestHandler:
         if ahead is not None:
             loop.post(lambda core: core.offer_prewarm(ahead))
 
-    def _answer(self, question: m.Tokenize | m.Count | m.Detokenize) -> None:
+    def _answer(self, question: m.Tokenize | m.Detokenize) -> None:
         vocab = self._vocab
         try:
             if isinstance(question, m.Detokenize):
                 return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
-            if isinstance(question, m.Count):
-                return self._send(m.Answer(question.id, self._count(question)))
-            special, parse = question.add_special, question.parse_special
+            special = question.add_special
+            parse = question.parse_special
             tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
             pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
             sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
@@ -188,33 +186,27 @@ class RequestHandler:
         except EverwarmError as error:
             self._send(m.failed(question.id, error))
 
-    def _plan_cost(self, question: m.AskCost, loop: Loop) -> None:
+    def _answer_of_prompt(self, question: m.AskPrompt, loop: Loop) -> None:
+        n_most = _COUNTED_CONTEXTS * self._n_ctx if question.what == "count" else self._n_ctx
         try:
-            self._check_length(question.submit.text or "", self._n_ctx)
+            self._check_length(question.submit.text or "", n_most)
             ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
         except EverwarmError as error:
             return self._send(m.failed(question.id, error))
-        loop.post(lambda core: self._send(m.Answer(question.id, prompt_cost(core, ask.prompt, ask.namespace))))
-
-    def _hold(self, question: m.HoldPrompt, loop: Loop) -> None:
-        try:
-            ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
-        except EverwarmError as error:
-            return self._send(m.failed(question.id, error))
-        loop.post(lambda core: self._cache_commands.hold(core, question, ask.prompt, loop))
-
-    def _count(self, question: m.Count) -> int:
-        fields = {name: getattr(question, name) for name in question.__struct_fields__}
-        self._check_length(question.text, _COUNTED_CONTEXTS * self._n_ctx)
-        prompt = self._ask(m.Submit(**fields)).prompt
-        return prompt.n_tokens(len(prompt))
+        match question.what:
+            case "count":
+                self._send(m.Answer(question.id, ask.prompt.n_tokens(len(ask.prompt))))
+            case "cost":
+                loop.post(lambda core: self._send(m.Answer(question.id, prompt_cost(core, ask.prompt, ask.namespace))))
+            case "hold":
+                loop.post(lambda core: self._cache_commands.hold(core, question, ask.prompt, loop))
 
     def _ask(self, message: m.Submit) -> Ask:
-        images: dict[bytes, m.SentImage] = {}
+        images: dict[bytes, m.SentMedia] = {}
         tokenizer = self._tokenizer.within(message.namespace)
         if message.text is not None and message.images:
             if self._images is None:
-                raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
+                raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
             prompt, hints, images = image_prompt(self._images, tokenizer, message, message.text)
         elif message.text is not None:
             prompt, hints = _prompt_of_text(tokenizer, message, message.text)
@@ -260,7 +252,8 @@ class RequestHandler:
 
     def _ask_ahead(self, message: m.Prewarm) -> Ask | None:
         """All of the text that no continuation can change."""
-        special, tokenizer = message.add_special, self._tokenizer.within(message.namespace)
+        special = message.add_special
+        tokenizer = self._tokenizer.within(message.namespace)
         prompt = tokenizer.tokenize(message.text, add_special=special)
         n = tokenizer.sure_count_at(message.text, len(message.text), add_special=special)
         if n < 2:
@@ -346,8 +339,7 @@ class RequestHandler:
         if reply.stop_text is not None:
             return
         piece = self._vocab.piece(event.token)
-        certain = reply.text.feed(piece)
-        reply.pieces.append(certain.text)
+        reply.pieces.append(reply.text.feed(piece))
         reply.tokens.append(event.token)
         if event.probs is not None:
             reply.probs.append(self._prob(event.token, event.probs))
@@ -356,8 +348,8 @@ class RequestHandler:
             reply.has_spoken = True
             self._send_tokens(reply)
         reply.has_new_line |= b"\n" in piece
-        if certain.stop is not None:
-            reply.stop_text = certain.stop
+        if reply.text.stop is not None:
+            reply.stop_text = reply.text.stop
             self.deliver(self._core.stop(event.request_id))
         elif reply.max_write_s is not None and self._is_late(reply, reply.max_write_s):
             self.deliver(self._core.stop(event.request_id, Finish.LENGTH))
@@ -374,7 +366,9 @@ class RequestHandler:
 
     def _finished(self, event: Finished, reply: Reply) -> None:
         """The last frame leaves when the turn would outlive this engine, or is known not to. No other request waits."""
-        receipt, offload, last = event.receipt, self._core.cache.offload, self._last_frame(event.result, reply)
+        receipt = event.receipt
+        offload = self._core.cache.offload
+        last = self._last_frame(event.result, reply)
         if receipt is None or offload is None:
             return self._send(last)
 

@@ -28,7 +28,7 @@ import msgspec
 
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.placement import placement_of
+from everwarm.engine.inspect.report import placement_of
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.embedding_worker import EmbeddingHandler, info, open_embedder
@@ -118,10 +118,10 @@ class Wire:
 
     def send(self, message: m.Message) -> None:
         try:
-            (data,) = m.frame(message, self._max_sent).parts
+            (data,) = m.frame(message, self._max_sent)
         except FrameTooLarge as error:
             log.error("an answer is not sent: %s", error)
-            (data,) = m.frame(m.failed(getattr(message, "id", 0), error)).parts
+            (data,) = m.frame(m.failed(getattr(message, "id", 0), error))
         with self._lock:
             n = 0 if self._kept else self._send_now(data)
             if n < len(data):
@@ -309,7 +309,9 @@ def _read_all(wire: Wire, loop: Loop, handler: RequestHandler) -> None:
 
 
 def _info(core: Core) -> m.ModelInfo:
-    model, sizes, vocab = core.model, core.sizes, core.model.vocab
+    model = core.model
+    sizes = core.sizes
+    vocab = core.model.vocab
     return m.ModelInfo(
         description=model.description,
         memory_kind=model.memory_kind.value,
@@ -330,7 +332,8 @@ def _info(core: Core) -> m.ModelInfo:
         eos=vocab.piece(vocab.eos).decode("utf-8", "replace") if vocab.eos is not None else "",
         adds_bos=vocab.adds_bos,
         build=BUILD,
-        sees=core.images is not None,
+        sees=core.images is not None and core.images.media.sees,
+        sample_rate=0 if core.images is None else core.images.media.sample_rate,
         fill_in=_fill_in(vocab),
         n_batch=core.settings.n_batch,
         eog=tuple(sorted(vocab.eog)),
@@ -339,7 +342,9 @@ def _info(core: Core) -> m.ModelInfo:
 
 
 def _fill_in(vocab: Vocab) -> m.FillIn | None:
-    prefix, suffix, middle = vocab.fill_in("pre"), vocab.fill_in("suf"), vocab.fill_in("mid")
+    prefix = vocab.fill_in("pre")
+    suffix = vocab.fill_in("suf")
+    middle = vocab.fill_in("mid")
     if prefix is None or suffix is None or middle is None:
         return None
     bos = vocab.bos if vocab.adds_bos else None

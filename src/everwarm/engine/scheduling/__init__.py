@@ -2,6 +2,6 @@
 
 ``request_queue`` holds those that wait, also while they are suspended. ``admission``: who starts next, may it start now,
 and how much work is ahead of a new one? ``step_plan`` and ``scheduler``: which decodes how many tokens, and which makes
-room? The scheduler's rule keeps every request moving. ``turns``: a deterministic request runs alone, in turns with the
-others. ``adapter_turns``: requests with other scales of LoRA adapters decode in steps of their own.
+room? The scheduler's rule keeps every request moving; requests with other scales of LoRA adapters decode in steps of their
+own. ``turns``: a deterministic request runs alone, in turns with the others.
 """

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images import ImageCache
-from everwarm.engine.process.messages import Backlog
+from everwarm.engine.process.messages import Backlog, SentSound
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.scheduling.request_queue import RequestQueue
 from everwarm.engine.scheduling.turns import TurnTaking, can_pause, next_side
@@ -29,6 +29,7 @@ RETURN_STEPS = 32  # that all can take once a suspended request has come back
 MAX_READING = 2  # long prompts that are read at a time: more only take slots and cells from others
 LONG_TOKENS = 512  # to be read; a shorter prompt never waits for long ones
 PATIENCE_S, PATIENCE = 5.0, 4.0  # a request is due after so long, and so many times as long as reading it takes
+MAX_SOUND_TOKENS = 4096  # of one sound
 ESTIMATE_S = 1.0  # how long an estimate of what is to be read holds
 USUAL_REPLY = 256  # tokens
 
@@ -283,15 +284,18 @@ class Admission:
 
 def require_possible(ask: Ask, context: Context, settings: EngineSettings, images: ImageCache | None = None) -> None:
     """Refuse what can never be answered, with what would be right."""
-    n_tokens, n_slots = ask.prompt.n_tokens(len(ask.prompt)), settings.n_slots
+    n_tokens = ask.prompt.n_tokens(len(ask.prompt))
+    n_slots = settings.n_slots
     if n_tokens >= (n_ctx := settings.n_ctx_of_request(context.n_ctx)):
         raise PromptTooLong(n_tokens, n_ctx)
     if ask.prompt.media and images is None:
-        raise BadRequest("this model sees no pictures: start it with --mmproj and its projector file")
-    largest = max((int(item.n_tokens) for item in ask.prompt.media.values()), default=0)
+        raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+    _require_short_sounds(ask)
+    seen = (item for item in ask.prompt.media.values() if not isinstance(ask.images.get(item.digest), SentSound))
+    largest = max((int(item.n_tokens) for item in seen), default=0)
     if images is not None and not images.media.is_causal and largest > context.options.n_ubatch:
         raise BadRequest(
-            f"a picture takes {largest} tokens and this model reads each at once; "
+            f"an image takes {largest} tokens and this model reads each at once; "
             f"send a smaller one, or start with a --ubatch-size of at least {largest}"
         )
     top = context.model.vocab.n_tokens - 1
@@ -299,6 +303,16 @@ def require_possible(ask: Ask, context: Context, settings: EngineSettings, image
         raise BadRequest(f"token {int(ask.prompt.codes.max())} is not in the vocabulary; give 0 to {top}")
     if ask.slot is not None and not 0 <= ask.slot < n_slots:
         raise BadRequest(f"slot {ask.slot} does not exist; give 0 to {n_slots - 1}")
+
+
+def _require_short_sounds(ask: Ask) -> None:
+    """A sound is read in one step, for which all other requests wait."""
+    for item in ask.prompt.media.values():
+        if isinstance(ask.images.get(item.digest), SentSound) and item.n_tokens > MAX_SOUND_TOKENS:
+            raise BadRequest(
+                f"a sound takes {item.n_tokens} tokens, and each is read at once; send it in parts of at most "
+                f"{MAX_SOUND_TOKENS} tokens, one after the other in the same message"
+            )
 
 
 def backlog_of(slots: Sequence[Slot], queue: Iterable[Request], speed: Speed, new_share: float) -> Backlog:

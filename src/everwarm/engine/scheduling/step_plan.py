@@ -1,4 +1,7 @@
-"""The plan of the next step: which running requests have text to read or to write, and what ``scheduler`` grants them."""
+"""The plan of the next step: which running requests have text to read or to write, and what ``scheduler`` grants them.
+
+Requests with other scales of LoRA adapters do not decode in one step: the scales belong to the whole context.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,37 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from everwarm.engine.request import Request
-from everwarm.engine.scheduling.adapter_turns import AdapterTurns
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
 from everwarm.state.lineage import chunk_at
+
+ADAPTERS_S = 0.2  # how long a group with the same scales of adapters runs on while another waits
+
+Scales = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class AdapterTurns:
+    """Which scales of LoRA adapters are decoded with, and when each group of requests with the same scales last was.
+
+    Groups take turns, each for a short while, since another graph has to be made at every change. Of a group the oldest
+    request gets a token in every step of its turn, and every group has its turn, so all end."""
+
+    scales: Scales | None = None  # None: the model's own
+    began_at: float = 0.0
+    _ran_at: dict[Scales | None, float] = field(default_factory=dict)
+
+    def choose(self, running: Sequence[Scales | None], now: float) -> Scales | None:
+        """``running``: the scales of the running requests, the oldest first."""
+        others = [scales for scales in dict.fromkeys(running) if scales != self.scales]
+        if not others or (self.scales in running and now - self.began_at < ADAPTERS_S):
+            return self.scales
+        self._ran_at = {scales: at for scales, at in self._ran_at.items() if scales in running}
+        self._ran_at[self.scales] = now
+        self.scales = min(others, key=lambda scales: self._ran_at.get(scales, 0.0))
+        self.began_at = now
+        return self.scales
 
 
 @dataclass(slots=True)

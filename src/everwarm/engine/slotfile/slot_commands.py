@@ -1,11 +1,16 @@
-"""Slot actions from frames: file work on a thread of its own, the slot itself on the loop's, when it is idle."""
+"""Slot actions from frames: file work on a thread of its own, the slot itself on the loop's, when it is idle.
+
+A restore is answered when the conversation and what its next request may need are back; the thread then reads the other
+checkpoints of the file, before it does the file work of a later action."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +19,11 @@ from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.slots import Slot
+from everwarm.engine.tiers.arriving import Arriving
+from everwarm.engine.tiers.loader import Brought, Fetch, LoadedPoint
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.state.namespace import owner_of
-from everwarm.state.store.object import Damaged
+from everwarm.state.store.object import Damaged, SlotPoint
 from everwarm.state.store.slot_file import Claim
 
 log = logging.getLogger("everwarm.engine")
@@ -31,6 +38,7 @@ class SlotFiles:
         self._settings = core.settings
         self._is_right = core.files.is_right
         self._send = send
+        self._loader = core.cache.loader
         self._files = ThreadPoolExecutor(1, "everwarm-slots")
         self._waiting: list[tuple[Slot, Callable[[], None]]] = []  # for their slots to be idle
 
@@ -42,8 +50,9 @@ class SlotFiles:
         slot, began = self._slots[message.slot], time.monotonic()
         loop.post(Core.give_way)
         match message.action:
-            case "save":
-                loop.post(lambda core: self._when_idle(slot, lambda: self._capture(core, slot, message, began)))
+            case "save":  # after what is still being read of a file: it belongs to the conversation
+                job = partial(self._capture, slot=slot, message=message, began=began)
+                self._files.submit(loop.post, lambda core: self._when_idle(slot, lambda: job(core)))
             case "restore":
                 self._files.submit(self._answering, message, lambda: self._read(slot, message, began, loop))
             case "erase":
@@ -82,7 +91,7 @@ class SlotFiles:
 
     # save
 
-    def _capture(self, core: Core, slot: Slot, message: m.SlotAction, began: float) -> None:
+    def _capture(self, core: Core, *, slot: Slot, message: m.SlotAction, began: float) -> None:
         try:
             saved = slot_io.capture(core, slot, message.namespace)
         except EverwarmError as error:
@@ -103,32 +112,92 @@ class SlotFiles:
     # restore
 
     def _read(self, slot: Slot, message: m.SlotAction, began: float, loop: Loop) -> None:
-        """Reads and verifies the whole file before the slot is touched."""
+        """Reads and verifies the conversation before the slot is touched."""
+
+        def make_room(n_bytes: int) -> None:
+            loop.post(lambda core: core.cache.ram_budget.make_room(n_bytes))
+
         try:
-            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, self._arena)
+            saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, self._arena, make_room)
         except (Damaged, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             reason = BadRequest(f"the slot file cannot be restored: {why}")
             return loop.post(lambda core: self._when_idle(slot, lambda: self._fail(core, slot, message, reason)))
         if saved.unverified:
             log.warning("slot %d gets a file of unknown origin; nothing that is decoded from it is kept", message.slot)
-        loop.post(
-            lambda core: self._when_idle(slot, lambda: self._put_back(core, slot, message, saved, n_bytes, began))
-        )
+        job = partial(self._put_back, slot=slot, message=message, saved=saved, n_bytes=n_bytes, began=began, loop=loop)
+        loop.post(lambda core: self._when_idle(slot, lambda: job(core)))
 
     def _put_back(
-        self, core: Core, slot: Slot, message: m.SlotAction, saved: slot_io.Saved, n_bytes: int, began: float
+        self,
+        core: Core,
+        *,
+        slot: Slot,
+        message: m.SlotAction,
+        saved: slot_io.Saved,
+        n_bytes: int,
+        began: float,
+        loop: Loop,
     ) -> None:
         def work() -> dict[str, Any]:
-            try:
-                n = slot_io.put_back(core, slot, saved, message.namespace)
-            except EverwarmError:
-                self._empty_own(core, slot, message)
-                raise
+            with contextlib.ExitStack() as unread:
+                if saved.later is not None:
+                    unread.callback(saved.later.close)
+                try:
+                    n = slot_io.put_back(core, slot, saved, message.namespace)
+                except EverwarmError:
+                    self._empty_own(core, slot, message)
+                    raise
+                if saved.later is not None:
+                    self._expect(core, slot, saved.later, loop)
+                unread.pop_all()  # the thread that reads it closes it
             ms = 1e3 * (time.monotonic() - began)
             return {"n_restored": n, "n_read": n_bytes, "timings": {"restore_ms": ms}}
 
         self._answer(message, work)
+
+    def _expect(self, core: Core, slot: Slot, later: slot_io.Later, loop: Loop) -> None:
+        """Begins to read the rest of the checkpoints. A request that needs one of them waits for it."""
+        points = (point.n_items for point in later.points)
+        arriving: Arriving[LoadedPoint | Brought] = Arriving.of(slot.content, slot.namespace, points)
+        self._loader.arrivals.files.append(arriving)
+        core.cache.ram_budget.make_room(later.n_bytes)
+        self._files.submit(self._read_later, core, later, arriving, loop)
+
+    def _read_later(
+        self, core: Core, later: slot_io.Later, arriving: Arriving[LoadedPoint | Brought], loop: Loop
+    ) -> None:
+        """On the thread for files. What cannot be read costs only that checkpoint."""
+        try:
+            for point in later.points:
+                if arriving.is_stopped:
+                    break
+                arriving.points[point.n_items].set_result(self._read_point(core, later, point))
+                loop.post(partial(self._keep_later, arriving=arriving, n_items=point.n_items))
+        except Exception:
+            log.exception("the rest of a slot file could not be read")
+        finally:
+            later.close()
+            for future in arriving.points.values():
+                if not future.done():
+                    future.set_result(Brought())
+            loop.post(lambda core: core.cache.loader.arrivals.remove(arriving))
+
+    @staticmethod
+    def _read_point(core: Core, later: slot_io.Later, point: SlotPoint) -> LoadedPoint | Brought:
+        began = time.monotonic()
+        try:
+            checkpoint = slot_io.checkpoint_of(core, later.read(point))
+        except (Damaged, OSError) as error:
+            log.warning("a checkpoint of a slot file at %d could not be read: %s", point.n_items, error)
+            return Brought(n_spoilt=point.n_items)
+        return LoadedPoint(point.n_items, (), checkpoint, [], max(1e-6, time.monotonic() - began), "ram")
+
+    def _keep_later(self, core: Core, *, arriving: Arriving[LoadedPoint | Brought], n_items: int) -> None:
+        """A request that waited for it may have added it to the tree already."""
+        if not arriving.is_stopped:
+            core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items]))
+            core.cache.ram_budget.enforce()
 
     def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
         self._empty_own(core, slot, message)
@@ -143,6 +212,8 @@ class SlotFiles:
     # erase
 
     def _erase(self, core: Core, slot: Slot, message: m.SlotAction) -> None:
+        if owner_of(slot.namespace) == message.namespace:
+            core.cache.loader.arrivals.stop_of(slot.content, slot.namespace)
         self._answer(message, lambda: {"n_erased": slot_io.erase(core, slot, message.namespace)})
 
     def _claim(self, message: m.SlotAction) -> Claim:

@@ -15,21 +15,16 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import is_unverified, is_volatile, owner_of
 
 
-@dataclass(frozen=True, slots=True)
-class UnverifiedFile:
-    prompt: Prompt
-    n_least: int  # items that a request must share with it
-
-
 @dataclass(slots=True)
 class Unverified:
     restorer: Restorer
-    _files: dict[str, UnverifiedFile] = field(default_factory=dict)  # by their namespaces
+    # By their namespaces: what each holds, and how many items a request must share with it.
+    _files: dict[str, tuple[Prompt, int]] = field(default_factory=dict)
 
     def add(self, namespace: str, prompt: Prompt, points: Iterable[int] = ()) -> None:
         """``points``: after how many items the file has a checkpoint."""
         assert is_unverified(namespace)
-        self._files[namespace] = UnverifiedFile(prompt, min(points, default=len(prompt)))
+        self._files[namespace] = (prompt, min(points, default=len(prompt)))
 
     def route(self, ask: Ask) -> Ask:
         """Moves a request to the namespace of a file if it continues all that the file holds, or a checkpoint in it, and no
@@ -37,9 +32,10 @@ class Unverified:
         if not self._files or not ask.use_cache or ask.deterministic or is_volatile(ask.namespace):
             return ask
         self._files = {name: file for name, file in self._files.items() if self.restorer.knows(name)}
-        best, most = ask.namespace, self.restorer.reach(ask.prompt, ask.namespace)
-        for name, file in self._files.items():
-            if owner_of(name) == ask.namespace and int(ask.prompt.common_prefix(file.prompt)) >= file.n_least:
+        best = ask.namespace
+        most = self.restorer.reach(ask.prompt, ask.namespace)
+        for name, (prompt, n_least) in self._files.items():
+            if owner_of(name) == ask.namespace and int(ask.prompt.common_prefix(prompt)) >= n_least:
                 n_items = self.restorer.reach(ask.prompt, name)
                 if n_items > most:
                     best, most = name, n_items

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
 NO_MARGIN = 1.0  # where the step before had one
@@ -17,9 +21,20 @@ _ENGINE_WEIGHT = 12.0  # tokens that all earlier requests together count for
 _FORGET = 0.9  # a request's record, for each draft
 _STEADY_WEIGHT, _STEADY_FORGET = 24.0, 0.97  # the same where changing one's mind costs time
 _MOST_KNOWN = 400.0  # tokens, of the engine's record
+N_CAUTIOUS = 8  # tokens of a request's first draft: chances are those of other texts
 N_FIRST = 2  # tokens that are tried before any step was measured
 
+Tokens = NDArray[np.int32]
 Key = tuple[str, int]
+
+
+class Proposal(NamedTuple):
+    """``confidence``: the chance that a token is accepted if all before it were, as the drafter believes."""
+
+    tokens: Tokens
+    confidence: float
+    source: str
+    is_computed: bool = False  # else it was found
 
 
 @dataclass(slots=True)
@@ -42,6 +57,7 @@ class Record:
 
     above: Record | None = None
     is_steady: bool = False
+    n_most: int = N_CAUTIOUS  # tokens of a draft that was found: twice as many after one that was right, half otherwise
     n_passed: int = 0  # drafts in a row that were not worth it
     n_not_computed: int = 0  # the same of those that would have had to be computed
     _tallies: dict[Key, Tally] = field(default_factory=dict)
@@ -67,6 +83,13 @@ class Record:
         elif tally.n > _MOST_KNOWN:
             tally.scale(0.5)
         tally.add(n_tried, n_accepted)
+
+    def grow(self, n_drafted: int, n_accepted: int) -> None:
+        """Sets how long the next draft may be, by what became of this one."""
+        if n_accepted < n_drafted:
+            self.n_most = max(N_CAUTIOUS // 2, self.n_most // 2)
+        elif n_drafted >= self.n_most:
+            self.n_most *= 2
 
     def fade(self, by: float) -> None:
         """What was noted until now counts less."""

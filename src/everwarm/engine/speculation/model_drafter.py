@@ -1,7 +1,9 @@
-"""Drafts by a second, smaller model of the same vocabulary, in a context of its own.
+"""Drafts that are computed: by a second, smaller model of the same vocabulary, in a context of its own, or by the model's
+own MTP head. Both cost time for every token, so they are told how many are worth it, for all sequences at once.
 
-It reads a reply's text when it is asked to continue it, and remembers what it has read for each sequence. A step reads one
-batch at most, so that no reply waits for another's long prompt; a text that does not fit beside the others rests a while.
+The smaller model reads a reply's text when it is asked to continue it, and remembers what it has read for each sequence.
+A step reads one batch at most, so that no reply waits for another's long prompt; a text that does not fit beside the others
+rests a while.
 Attention is cut where texts part; a recurrent state is not, so such a model drafts from a second name of its sequence, and
 reads a text anew that has been changed.
 """
@@ -10,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
 from everwarm.config import ContextOptions
-from everwarm.engine.speculation.drafter import Tokens, Wanted
+from everwarm.engine.speculation.draft_length import Tokens
 from everwarm.errors import ContextFull, MemoryFault, ModelFileError
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.lib import Closing
@@ -24,6 +27,39 @@ from everwarm.types import Mark, Position, SeqId, TokenCount
 
 MOST_MORE = 128  # tokens that only one of two vocabularies has, at its end: padding
 REST = 64  # steps that a text which did not fit is left unread; one that was not asked for so long may be dropped
+
+
+class Wanted(NamedTuple):
+    """``n`` tokens after a history, of which the model has not read the last ``n_due`` yet."""
+
+    seq: SeqId
+    history: Tokens
+    n_due: int
+    n: int
+
+
+class HeadDrafter:
+    """The model's own MTP head, which has read what the model has read."""
+
+    source = "mtp"
+    confidence = 0.75  # as of a ``Proposal``, before anything was verified
+    n_most = 8  # tokens of a draft: those further ahead are seldom right
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def read(self, wanted: Sequence[Wanted]) -> None:
+        """The head reads with the model."""
+
+    def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
+        """Tokens for each sequence that something is known of."""
+        return self._context.draft([(seq, history[len(history) - n_due :], n) for seq, history, n_due, n in wanted])
+
+    def forget(self) -> None:
+        """Its cells are dropped with the model's."""
+
+    def close(self) -> None:
+        """It is closed with the model's context."""
 
 
 class ModelDrafter(Closing):
@@ -46,7 +82,7 @@ class ModelDrafter(Closing):
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Brings its sequences towards the token before the last one, by one batch in all: what misses least comes
-        first, and nothing is drafted for the others yet."""
+        first, and nothing is drafted for the others yet. That is no part of what a draft costs."""
         self._n_reads += 1
         self._wanted_at |= {each.seq: self._n_reads for each in wanted}
         n_left, n_drafted = self._context.options.n_ubatch, sum(each.n for each in wanted)
@@ -118,6 +154,7 @@ class ModelDrafter(Closing):
         self._read.pop(seq, None)
 
     def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
+        """Tokens for each sequence that is read."""
         going = [each for each in wanted if self._is_ready(each)]
         seqs = {each.seq: self._place(each.seq) for each in going}
         last = {each.seq: int(each.history[-1]) for each in going}
@@ -168,6 +205,9 @@ class ModelDrafter(Closing):
     def close(self) -> None:
         self._context.close()
         self._model.close()
+
+
+ComputingDrafter = HeadDrafter | ModelDrafter
 
 
 def _n_common(a: Tokens, b: Tokens) -> int:

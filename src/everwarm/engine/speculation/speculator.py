@@ -1,6 +1,6 @@
 """Speculation in a step of the core: which requests verify which drafts, and what is learned from it.
 
-    plan → ``draft`` (look up · compute) → decode → the core picks row by row → ``judge`` → ``end``
+    plan → ``draft`` (look up · compute) → decode → ``pick``, row by row → ``accept`` → ``end``
 
 A draft is only ever a guess at what the core picks next: each token comes from the request's own sampler and constraint, in
 order, with the logits of its own row. So a reply has the tokens, or for a sampled one the distribution, of plain decoding
@@ -16,20 +16,24 @@ from typing import NamedTuple
 
 import numpy as np
 
-from everwarm.engine.request import Request
+from everwarm.engine.process.reply_text import probabilities_of
+from everwarm.engine.request import NewToken, Probs, Request
 from everwarm.engine.scheduling.scheduler import Grant
 from everwarm.engine.slots import Slot
-from everwarm.engine.speculation.draft_length import StepShape
-from everwarm.engine.speculation.drafter import ComputingDrafter, Drafter, Proposal, Tokens, Wanted
+from everwarm.engine.speculation.draft_length import Proposal, StepShape, Tokens
+from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.engine.speculation.rollback import Rollback
+from everwarm.engine.speculation.suffix_lookup import SuffixLookup
+from everwarm.engine.speculation.tree_lookup import TreeLookup
+from everwarm.llama.context import Context, Feed
 
 MAX_AGAIN = 16  # accepted tokens that are decoded again; then a step without a draft catches up
 
 
-class Draft(NamedTuple):
-    tokens: Tokens
-    proposal: Proposal
+class Picked(NamedTuple):
+    token: int | None
+    probs: Probs | None
 
 
 class _Choice(NamedTuple):
@@ -54,7 +58,7 @@ class DraftCounts:
 @dataclass(slots=True)
 class Speculator:
     rollback: Rollback
-    drafters: Sequence[Drafter]
+    drafters: Sequence[SuffixLookup | TreeLookup]
     eog: frozenset[int]
     max_draft: int  # tokens of a reply in one step
     computing: ComputingDrafter | None = None
@@ -67,7 +71,7 @@ class Speculator:
     def is_on(self) -> bool:
         return bool(self.drafters or self.computing) and self.rollback.is_possible
 
-    def draft(self, grants: Sequence[Grant], slots: Sequence[Slot], n_rows_left: int) -> dict[int, Draft]:
+    def draft(self, grants: Sequence[Grant], slots: Sequence[Slot], n_rows_left: int) -> dict[int, Proposal]:
         """Drafts by slot, of at most ``n_rows_left`` tokens in all. What is drafted can be taken back until ``end``."""
         self.n_rejected = 0
         if not self.is_on or n_rows_left < 1:
@@ -81,11 +85,11 @@ class Speculator:
         shape = StepShape(n_rows, max(1, _n_replies(grants, slots)), self.rollback.n_cut, self.pacing.overhead_s)
         chosen = self._chosen(grants, slots, shape, n_rows_left, may_look=may_look)
         computed = self._compute([choice for choice in chosen if choice.proposal is None])
-        found: dict[int, Draft] = {}
+        found: dict[int, Proposal] = {}
         for choice in chosen:
             proposal = choice.proposal or computed.get(choice.slot.seq)
             if proposal is not None:
-                found[choice.grant.slot] = Draft(proposal.tokens[: choice.n], proposal)
+                found[choice.grant.slot] = proposal._replace(tokens=proposal.tokens[: choice.n])
         is_even = len({grant.n_tokens + _n_drafted(found, grant) for grant in grants}) == 1
         return {
             i: draft
@@ -148,7 +152,7 @@ class Speculator:
         for choice in choices:
             tokens = self._allowed(choice.request, np.array(drafted.get(choice.slot.seq, []), np.int32))
             if len(tokens):
-                found[choice.slot.seq] = Proposal(tokens, computing.confidence, computing.source)
+                found[choice.slot.seq] = Proposal(tokens, computing.confidence, computing.source, is_computed=True)
         return found
 
     def _proposed(self, request: Request, n: int) -> Proposal | None:
@@ -169,7 +173,26 @@ class Speculator:
             tokens = tokens[: matcher.n_allowed(tokens.tolist())]
         return tokens
 
-    def judge(self, request: Request, draft: Draft, n_accepted: int) -> None:
+    def accept(
+        self, slot: Slot, request: Request, feed: Feed, draft: Proposal, picked: Sequence[Picked]
+    ) -> list[NewToken]:
+        """Keeps in the context what was picked as drafted, and takes the rest of the draft out. ``picked``: after each
+        token of the draft, as far as they agree. The reply goes on with the tokens that were as drafted; the last one that
+        was picked is yet to be appended."""
+        n_accepted = len(picked) - 1
+        self.judge(request, draft, n_accepted)
+        n_kept = len(feed.tokens) - feed.n_draft + n_accepted
+        if n_accepted < feed.n_draft:
+            n_kept = self.rollback.cut(feed, n_kept)
+        if n_kept:
+            slot.advance(n_kept)
+        events = []
+        for token, (_, probs) in zip(draft.tokens[:n_accepted].tolist(), picked, strict=False):
+            request.append(token)
+            events.append(NewToken(request.id, token, probs))
+        return events
+
+    def judge(self, request: Request, draft: Proposal, n_accepted: int) -> None:
         """Records what became of a draft."""
         n = len(draft.tokens)
         self.counts.n_verified += 1
@@ -178,7 +201,7 @@ class Speculator:
         self.n_rejected += n - n_accepted
         request.n_drafted += n
         request.n_draft_accepted += n_accepted
-        self.pacing.judge(draft.proposal, request.draft_record, n, n_accepted)
+        self.pacing.judge(draft, request.draft_record, n, n_accepted)
 
     def forget(self) -> None:
         """Texts were erased: no draft may come from them."""
@@ -196,6 +219,38 @@ class Speculator:
             self.computing.close()
 
 
+# what the request's own sampler picks decides, token by token
+
+
+def pick(context: Context, request: Request, draft: Proposal, row: int) -> list[Picked]:
+    """The next tokens, one after each row from ``row`` on, until one is not as drafted or ends the reply.
+    ``DecodeFailed``: the numbers were lost."""
+    picked: list[Picked] = []
+    for i, drafted in enumerate([*draft.tokens.tolist(), None]):
+        token = request.sampler.pick(context, row + i)
+        picked.append(with_probs(context, request, row + i, token))
+        if _is_end(context, request, token) or token != drafted:
+            break
+    return picked
+
+
+def with_probs(context: Context, request: Request, row: int, token: int | None) -> Picked:
+    """A token that was picked from this row, with what the request wants to know of it."""
+    is_wanted = request.ask.n_probs is not None
+    return Picked(token, probabilities_of(request, context.logits(row), token) if is_wanted else None)
+
+
+def _is_end(context: Context, request: Request, token: int | None) -> bool:
+    """Whether the reply ends with this token, or at it: nothing may be decoded after it."""
+    if token is None or (token in context.model.vocab.eog and not request.ask.ignore_eos):
+        return True
+    matcher = request.sampler.matcher
+    return request.ends_text(token) or (matcher is not None and matcher.is_complete)
+
+
+# what may be drafted
+
+
 def _may_draft(slot: Slot, request: Request, grant: Grant) -> bool:
     """Only a reply that this step brings up to date; what is decoded again is bounded."""
     if not request.may_draft or request.ask.ahead or slot.n_fed < request.n_prompt:
@@ -203,7 +258,7 @@ def _may_draft(slot: Slot, request: Request, grant: Grant) -> bool:
     return slot.n_fed + grant.n_tokens == request.n_items and grant.n_tokens <= MAX_AGAIN
 
 
-def _n_drafted(drafts: dict[int, Draft], grant: Grant) -> int:
+def _n_drafted(drafts: dict[int, Proposal], grant: Grant) -> int:
     draft = drafts.get(grant.slot)
     return 0 if draft is None else len(draft.tokens)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from everwarm.engine.speculation.drafter import Proposal, Tokens
+from everwarm.engine.speculation.draft_length import Proposal, Tokens
 
 WINDOW = 1 << 16  # tokens that are searched: the last ones
 MIN_MATCH = 2  # a single token says too little

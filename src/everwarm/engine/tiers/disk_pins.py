@@ -8,7 +8,6 @@ memory for a device is something else: see ``pinned_arena``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
@@ -22,22 +21,14 @@ MOST_PINS = 256  # of one namespace, unless an admin pins
 PinJob = Callable[[DiskTier, str], None]  # done on the disk's thread, with the fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class HeldPin:
-    """How much a namespace has pinned."""
-
-    n_pins: int
-    n_bytes: int
-
-
-def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> HeldPin:
-    """The pins of a space, with the states at their points and the KV that those need."""
+def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> tuple[int, int]:
+    """How many pins a space has, and the bytes of the states at their points with the KV that those need."""
     pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
     points = {point for pin in pins.values() for point in pin.points}
     kept = {each.name: each for each in disk.objects() if each.space == space}
     states = [each for each in kept.values() if each.kind == "state" and point_of(each.key, each.n_items) in points]
     names = {name for state in states for name in (state.name, *state.needs)}
-    return HeldPin(len(pins), sum(kept[name].size for name in names if name in kept))
+    return len(pins), sum(kept[name].size for name in names if name in kept)
 
 
 def pin_again(

@@ -20,6 +20,7 @@ from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.speed import Speed
+from everwarm.engine.tiers.arriving import Arrivals
 from everwarm.engine.tiers.disk_pins import pin_again
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import object_size
@@ -31,9 +32,10 @@ from everwarm.state.lineage import root_key
 from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
+from everwarm.state.store.folder_meta import n_foreign_items
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
-from everwarm.state.tier import ObjectSource, PartReader
+from everwarm.state.tier import OpenObject, PartReader
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, SegmentPiece, Tree
 
 log = logging.getLogger("everwarm.archive")
@@ -44,6 +46,7 @@ PATIENCE_S = 60.0  # for the remote store where the policy is ``always``
 N_READERS = 4
 N_FETCHERS = 4  # prompts at once that are looked up or brought back; two keep the readers busy
 MAX_LENGTHS_HERE = 256  # digests of a prompt: up to so many the loop's thread computes itself to find it on disk
+MOST_LOOKS = 8  # for a state of one clean reading
 _RATE_MEMORY = 0.7
 _MIB = 1 << 20
 
@@ -74,6 +77,7 @@ class Brought:
     n_passed: int = 0  # found, but reading them again is faster
     n_spoilt: int = 0  # found, but damaged
     n_elsewhere: int = 0  # found for another fingerprint
+    n_unclean: int = 0  # found, but not of the one clean reading that the request wants
     tier: str = "disk"
 
 
@@ -102,6 +106,7 @@ class LoadRequest:
     prompt: Prompt
     namespace: str
     ends: tuple[int, ...]
+    most: int  # items of a state that is looked for
     n_have: int  # items up to the deepest state that can be restored
     n_kv: int
     n_shared: int
@@ -146,13 +151,15 @@ class Loader:
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
+        self.arrivals: Arrivals[LoadedPoint | Brought] = Arrivals()  # from slot files
 
     @property
     def is_on(self) -> bool:
         """Whether there is anything to load from now."""
-        return self._tiers.is_on
+        return self._tiers.is_on or bool(self.arrivals.files)
 
     def close(self) -> None:
+        self.arrivals.stop("")
         self._fetchers.shutdown()
         self._readers.shutdown()
 
@@ -166,12 +173,16 @@ class Loader:
     ) -> Fetch | Brought:
         """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
         ``exact``: what is in RAM counts only if it is of one clean reading."""
-        if is_volatile(namespace):
-            return Brought()  # no prefix of it was ever written
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
-        request = LoadRequest(prompt, namespace, ends, n_have, match.n_kv, match.n_shared)
+        for file in self.arrivals.files:
+            best = file.best_for(prompt, namespace, n_have)
+            if best is not None:
+                return Fetch(best, prompt, namespace, file.points[best])
+        if is_volatile(namespace):
+            return Brought()  # no prefix of it was ever written
+        request = LoadRequest(prompt, namespace, ends, len(prompt) - 1, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
             kept = tuple(
@@ -186,15 +197,24 @@ class Loader:
         return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, request, found))
 
     def _bring(self, request: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
-        """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time."""
-        found = self._on_disk(request) if found is None else found
+        """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time.
+        A state that cannot be used exactly hides none before it."""
+        brought = self._deepest(request, self._on_disk(request) if found is None else found)
+        for _ in range(MOST_LOOKS - 1):
+            if not isinstance(brought, Brought) or not brought.n_unclean:
+                break
+            request = replace(request, most=brought.n_unclean - 1)
+            brought = self._deepest(request, self._on_disk(request))
+        return brought
+
+    def _deepest(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
         if self._may_remote_help(request, found):
             return self._from_remote(request, found)
         return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
 
     def _may_remote_help(self, request: LoadRequest, found: IndexedObject | Brought) -> bool:
         """Whether the remote store can be faster than prefilling what is not cached here."""
-        n_new = len(request.prompt) - 1 - _n_here(request, found)
+        n_new = request.most - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
         return n_new > GUARD and self._tiers.remote.answers_within(read_s)
 
@@ -204,11 +224,11 @@ class Loader:
         if not disk.is_on:
             return Brought()
         root = root_key(self._tiers.fingerprint, request.namespace)
-        kept = self._tiers.find(root, request.prompt, len(request.prompt) - 1)
+        kept = self._tiers.find(root, request.prompt, request.most)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
-            foreign = self._tiers.foreign_prompts
-            return Brought(n_elsewhere=foreign.n_known(request.namespace, request.prompt) if is_more_new else 0)
+            foreign = self._tiers.foreign_states if is_more_new else {}
+            return Brought(n_elsewhere=n_foreign_items(foreign, request.namespace, request.prompt))
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
             return Brought(n_passed=kept.n_items)
@@ -243,6 +263,8 @@ class Loader:
         return Brought(loaded.n_items, tier=loaded.tier)
 
     def _note(self, loaded: LoadedPoint) -> None:
+        if loaded.tier == "ram":
+            return
         rate = loaded.n_bytes / loaded.seconds
         if loaded.tier == "remote":
             self._remote_rate = _RATE_MEMORY * self._remote_rate + (1 - _RATE_MEMORY) * rate
@@ -254,6 +276,12 @@ class Loader:
     def load_s(self, node: Node, n_bytes: int) -> float | None:
         """Seconds to load what RAM would lose with a node; None: the disk does not have it."""
         return n_bytes / self._read_rate if self._stores(node) else None
+
+    def disk_s(self, n_bytes: int) -> float:
+        """Seconds to load so many bytes from the disk; infinite without one, none where loading is always preferred."""
+        if not self._tiers.disk.is_on:
+            return math.inf
+        return 0.0 if self._policy == "always" else n_bytes / self._read_rate
 
     def _is_worth_it(self, n_bytes: int, n_saved: int, rate: float) -> bool:
         load_s = n_bytes / rate
@@ -270,7 +298,8 @@ class Loader:
         remote = self._tiers.remote
         disk = self._tiers.disk
         root = root_key(self._tiers.fingerprint, request.namespace)
-        pointer = remote.find(root, request.prompt, request.ends, least=_n_here(request, found) + GUARD)
+        least = _n_here(request, found) + GUARD
+        pointer = remote.find(root, request.prompt, request.ends, least=least, most=request.most)
         if pointer is None:
             return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
         n_saved = pointer.n_items - request.n_have
@@ -285,8 +314,8 @@ class Loader:
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
         )
         try:
-            with remote.fetching(pointer, request.n_kv, patience_s, disk, disk.names()) as store:
-                loaded = self._load(store, pointer.name, pointer.n_items, request)
+            with remote.fetching(pointer, request.n_kv, patience_s, disk.reading, disk.names()) as open_object:
+                loaded = self._load(open_object, pointer.name, pointer.n_items, request)
         except Damaged as error:
             log.warning("%d tokens in the remote store could not be used: %s", pointer.n_items, error)
             return (
@@ -299,18 +328,20 @@ class Loader:
     # reading
 
     def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
-        return self._load(self._tiers, kept.name, kept.n_items, request)
+        return self._load(self._tiers.reading, kept.name, kept.n_items, request)
 
-    def _load(self, store: ObjectSource, name: str, n_items: int, request: LoadRequest) -> LoadedPoint:
+    def _load(self, open_object: OpenObject, name: str, n_items: int, request: LoadRequest) -> LoadedPoint | Brought:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._context.kind
-        with store.reading(name) as reader:
+        with open_object(name) as reader:
             head = self._checked(reader, request.prompt, n_items)
+            if request.exact and not head.clean:
+                return Brought(n_unclean=n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")
-        load = partial(self._load_segment, store, request, request.n_kv_of(head))
+        load = partial(self._load_segment, open_object, request, request.n_kv_of(head))
         parts = [part for part in self._readers.map(load, head.needs, head.reaches) if part is not None]
         segments = self._joined(parts)
         checkpoint = None
@@ -335,12 +366,12 @@ class Loader:
             return group
 
     def _load_segment(
-        self, store: ObjectSource, request: LoadRequest, n_kv: int, name: str, reach: int
+        self, open_object: OpenObject, request: LoadRequest, n_kv: int, name: str, reach: int
     ) -> tuple[Segment, int] | None:
         """None: its KV is in RAM already."""
         if reach <= n_kv:
             return None
-        with store.reading(name) as reader:
+        with open_object(name) as reader:
             head = self._checked(reader, request.prompt, reach)
             path = request.prompt.followed_by(head.n_start, self._own_items(reader))
             segment = Segment(

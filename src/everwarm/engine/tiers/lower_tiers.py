@@ -1,8 +1,7 @@
-"""The tiers below RAM as one: the disk, then the remote store. A thread of its own opens them, writes, and heals the disk.
+"""The tiers below RAM as one, with a thread of its own that opens them (``open_tiers``), writes, and heals the disk.
 
-What is handed over is found and read like what is written. The thread hashes, writes and syncs; while the disk tier is
-degraded it is tried again. Where no tier is configured nothing is opened and nothing is written: null tiers stand in.
-Decides nothing: ``tier_writer`` says what is written, ``loader`` what is read.
+What is handed over is found and read like what is written. The thread hashes, writes and syncs. Decides nothing:
+``tier_writer`` says what is written, ``loader`` what is read.
 """
 
 from __future__ import annotations
@@ -13,96 +12,38 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 
-from everwarm.config import read_key
-from everwarm.engine.settings import DISK_FREE_SHARE, RemoteSettings, StoreSettings
-from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.model_folder import ModelFolder
+from everwarm.engine.tiers.open_tiers import OpenTiers
 from everwarm.engine.tiers.packing import Job
-from everwarm.errors import EngineStopped, EverwarmError
-from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import keys, root_key
-from everwarm.state.null_tiers import DiskTier, NullDisk, NullRemote, SharedTier
-from everwarm.state.store.arena import Arena
-from everwarm.state.store.disk import Disk
-from everwarm.state.store.folder_meta import NOWHERE, find_foreign_prompts, folder_name
+from everwarm.state.lineage import keys
+from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import are_sound, name_of
-from everwarm.state.tier import Dropped, OnPrompts, PartReader, Selection, Tier
-from everwarm.types import Blob
+from everwarm.state.tier import PartReader
 
 log = logging.getLogger("everwarm.archive")
 
-RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
-_MIB = 1 << 20
 
 Done = Callable[[], object]
 
 
-class LowerTiers:
-    def __init__(
-        self,
-        settings: StoreSettings | None,
-        remote: RemoteSettings | None,
-        fingerprint: Callable[[], str],
-        context: Context,
-        arena: Arena,
-        speed: Speed,
-        *,
-        namespace_share: float,
-        is_right: Callable[[], bool],
-    ) -> None:
-        """``is_right`` says whether everything that was captured until now may be written down, for any process to use."""
-        self._settings = settings
-        self._remote_settings = remote
-        self._namespace_share = namespace_share
-        self._context = context
-        self._arena = arena
-        self._speed = speed
-        self._is_right = is_right
-        self.disk: DiskTier = NullDisk()
-        self.remote: SharedTier = NullRemote()
-        self.foreign_prompts = NOWHERE
-        self.fingerprint: str = ""  # until the model's digest is known
-        self.trouble: str | None = None  # why there is no disk tier although one is configured
+@dataclass(eq=False)
+class LowerTiers(OpenTiers):
+    def __post_init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | Done | None] = queue.SimpleQueue()
         self._on_the_way: dict[str, Job] = {}  # what waits to be written, by name
         self._n_sent = 0  # bytes; counted by the loop's thread
         self._n_done = 0  # bytes; counted by the own thread
         self._opened = threading.Event()
-        self._model_folder: ModelFolder | None = None
-        self._retry_at: float | None = None
-        self._retry_wait_s = RETRY_S[0]
-        self._is_healing = False
-        self._has_healed = threading.Event()  # what was offered meanwhile is to be offered again
-        self._thread = threading.Thread(target=self._run, args=(fingerprint,), name="everwarm-archive", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="everwarm-archive", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_S)
 
     # how they are
-
-    @property
-    def all(self) -> tuple[Tier, ...]:
-        """The nearest first."""
-        return self.disk, self.remote
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a tier beyond RAM now."""
-        return any(tier.is_on for tier in self.all)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether one is configured."""
-        return self._settings is not None or self._remote_settings is not None
-
-    @property
-    def is_disk_wanted(self) -> bool:
-        return self._settings is not None
 
     @property
     def is_opening(self) -> bool:
@@ -113,21 +54,16 @@ class LowerTiers:
         self._opened.wait(seconds)
 
     @property
-    def degraded(self) -> str | None:
-        """Why the disk tier does not work as configured; None: it does, or none is configured."""
-        return self.disk.degraded if self.disk.is_on else self.trouble
-
-    @property
     def is_unsettled(self) -> bool:
         """Whether something may have to be written soon although no request comes."""
-        is_well = self.degraded is None and not self._is_healing and not self._has_healed.is_set()
+        is_well = self.degraded is None and not self.is_healing and not self.has_healed.is_set()
         return self.is_opening or self.is_behind or not is_well
 
     def take_healed(self) -> bool:
         """True once after the disk tier has come back: what was offered before may not be there."""
-        if not self._has_healed.is_set():
+        if not self.has_healed.is_set():
             return False
-        self._has_healed.clear()
+        self.has_healed.clear()
         return True
 
     @property
@@ -143,12 +79,6 @@ class LowerTiers:
     def n_waiting_bytes(self) -> int:
         """Handed over and not written yet."""
         return self._n_sent - self._n_done
-
-    def stats(self) -> dict[str, float]:
-        shown = self.remote.stats() | self.disk.stats()
-        if self._settings is not None and not self.disk.is_on:
-            shown["disk_is_degraded"] = float(self.degraded is not None)
-        return shown
 
     # finding
 
@@ -200,22 +130,6 @@ class LowerTiers:
         self.flush()  # what is still on its way would come back
         self.disk.forget(what)
 
-    def on_prompts(self, namespace: str, prompts: tuple[Prompt, ...], beyond: int) -> OnPrompts:
-        return OnPrompts(root_key(self.fingerprint, namespace), prompts, beyond)
-
-    def forget_now(self, what: Selection) -> Dropped:
-        """Forgets in every tier. Runs on the disk's thread, as a job of ``after_all``: else a pending write would bring
-        it back."""
-        return sum((tier.forget(what) for tier in self.all), Dropped())
-
-    def require_disk(self) -> None:
-        """``EngineStopped``: a configured disk tier is not open, so what it keeps cannot be forgotten now."""
-        if self._settings is not None and not self.disk.is_on:
-            raise EngineStopped(
-                "it is dropped from RAM, but the disk tier cannot be reached now (GET /cache has the reason), and what it "
-                "keeps is not dropped: try again when it is in order"
-            )
-
     def catch_up(self) -> bool:
         """Waits for a disk that is behind, so that it takes more. False: it does."""
         is_behind = self.is_behind
@@ -243,69 +157,25 @@ class LowerTiers:
 
     # the thread
 
-    def _run(self, fingerprint: Callable[[], str]) -> None:
-        if self._settings is not None:
-            self.trouble = self._try("on disk", self._open, fingerprint)
-        if self._remote_settings is not None:
-            self._try("in the remote store", self._open_remote, fingerprint)
+    def _run(self) -> None:
+        self.open_all()
         self._opened.set()
         while True:
             try:
-                job = self._jobs.get(timeout=self._retry_in_s())
+                job = self._jobs.get(timeout=self.retry_in_s())
             except queue.Empty:
-                self._heal(fingerprint)
+                self.heal()
                 continue
             if job is None:
                 return
-            if self._retry_in_s() == 0.0:  # a queue that is never empty does not time out
-                self._heal(fingerprint)
-            if self._model_folder is not None:
-                self._model_folder.renew()
+            if self.retry_in_s() == 0.0:  # a queue that is never empty does not time out
+                self.heal()
+            self.note_speed()
             if callable(job):
                 self._call(job)
             else:
                 self._put(self.disk, job)
             del job  # and what it would write
-
-    def _try(self, what: str, opens: Callable[[str], None], fingerprint: Callable[[], str]) -> str | None:
-        """Opens the tier; returns why it cannot be opened, None: it is open. A reason is logged once while it stays the
-        same."""
-        try:
-            self.fingerprint = self.fingerprint or fingerprint()
-            opens(self.fingerprint)
-            return None
-        except (OSError, EverwarmError) as error:
-            if str(error) != self.trouble:
-                log.warning("nothing is kept %s: %s", what, error)
-            return str(error)
-        except Exception as error:
-            if str(error) != self.trouble:
-                log.exception("nothing is kept %s", what)
-            return str(error)
-
-    def _retry_in_s(self) -> float | None:
-        """None: all is well."""
-        if self.degraded is None:
-            self._retry_at = None
-            self._retry_wait_s = RETRY_S[0]
-            return None
-        if self._retry_at is None:
-            self._retry_at = time.monotonic() + self._retry_wait_s
-        return max(0.0, self._retry_at - time.monotonic())
-
-    def _heal(self, fingerprint: Callable[[], str]) -> None:
-        """Try a degraded tier again: another server may have gone, a file system may be writable again."""
-        self._is_healing = True
-        if isinstance(self.disk, NullDisk):
-            self.trouble = self._try("on disk", self._open, fingerprint)
-        else:
-            self.disk.probe()
-        self._retry_at = None
-        self._retry_wait_s = min(2 * self._retry_wait_s, RETRY_S[1])
-        if self.degraded is None:
-            log.info("the disk tier is in order again")
-            self._has_healed.set()
-        self._is_healing = False
 
     @staticmethod
     def _call(job: Done) -> None:
@@ -317,40 +187,12 @@ class LowerTiers:
 
     def _put(self, disk: DiskTier, job: Job) -> None:
         try:
-            if are_sound(job.parts.values(), self._is_sound):
+            if are_sound(job.parts.values(), self.is_sound):
                 disk.put(job.header, job.parts)
         except Exception:
             log.exception("an object was not kept")  # a caller of ``flush`` must not wait for ever
         self._n_done += job.size
         self._on_the_way.pop(name_of(job.header), None)
-
-    def _is_sound(self, blob: Blob) -> bool:
-        """Whether a part of an object may leave this process."""
-        return self._arena.is_sound(blob) and self._is_right()
-
-    def _open_remote(self, fingerprint: str) -> None:
-        assert self._remote_settings is not None
-        from everwarm.state.remote.bucket import Bucket  # loads asyncio, which only a remote store needs
-        from everwarm.state.remote.remote_tier import RemoteTier
-
-        settings = self._remote_settings
-        key = b"" if settings.key_file is None else read_key(settings.key_file)
-        bucket = Bucket(settings.url, settings.endpoint)
-        self.remote = RemoteTier(bucket, key, fingerprint, self._is_sound, settings.wait_s)
-
-    def _open(self, fingerprint: str) -> None:
-        assert self._settings is not None
-        directory = Path(self._settings.directory).expanduser()
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        place = directory / folder_name(fingerprint)
-        write_bytes = self._settings.write_bytes_per_day
-        share = self._namespace_share
-        disk = Disk(place, self._settings.disk_bytes, write_bytes, space_share=share, free_share=DISK_FREE_SHARE)
-        shown = (len(disk.names()), disk.n_bytes / _MIB, disk.budget_bytes / _MIB, place)
-        log.info("%d objects on disk, %.1f of %.0f MiB, in %s", *shown)
-        self.foreign_prompts = find_foreign_prompts(directory, fingerprint)
-        self.disk = disk
-        self._model_folder = ModelFolder(place, fingerprint, self._context, self._speed)
 
 
 def _as_indexed(job: Job) -> IndexedObject:

@@ -3,9 +3,8 @@ as the remote store keeps them. Knows no tier."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -47,28 +46,12 @@ class Job:
         part = self.parts.get(name)
         if part is None:
             raise Damaged(f"it has no section {name!r}")
-        return part.copy() if isinstance(part, KvCut) else cast(Blob, part)
+        return part.copy() if isinstance(part, KvCut) else part
 
 
 def object_size(reader: PartReader) -> int:
     """The size of the file that an object has or will have."""
     return file_size(reader.header, reader.parts) if isinstance(reader, Job) else size_of(reader.header)
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """An object of KV, and up to which item it is used."""
-
-    piece: SegmentPiece
-    reach: int
-
-
-@dataclass(frozen=True, slots=True)
-class Kv:
-    """The KV of a lineage as objects, and those of them that are still to be written."""
-
-    uses: tuple[Use, ...]
-    jobs: tuple[Job, ...]
 
 
 class Packing:
@@ -89,20 +72,14 @@ class Packing:
         n = node.n_items if n_items is None else n_items
         return state_name(keys(self.root(node), node.path, (n,))[n])
 
-    def segments(self, node: Node) -> Segments | None:
-        """All KV that the point needs; None: some of it or the state is not in RAM, or must not leave RAM."""
-        has_state = node.checkpoint is not None and node.checkpoint.state is not None
-        if node.root().is_volatile or (self._context.kind.needs_checkpoints and not has_state):
+    def jobs(self, node: Node, is_kept: Callable[[str], bool]) -> list[Job] | None:
+        """The objects of a point that are still to be written; the last one is its state. None: some of it is not in RAM,
+        must not leave RAM, or cannot be packed."""
+        segments = self._segments(node)
+        if segments is None:
             return None
-        if not self._context.kind.has_attention:
-            return []
-        parts = cover(node.lineage(), 0, node.n_items)
-        return None if parts is None else [(n.segment, stop) for n, stop in parts if n.segment is not None]
-
-    def kv(self, root: str, segments: Segments, is_kept: Callable[[str], bool]) -> Kv | None:
-        """The objects that hold these segments, and those of them that are still to be written. None: they cannot be
-        packed."""
-        used: dict[str, Use] = {}
+        root = self.root(node)
+        used: dict[str, int] = {}  # the names of the KV's objects, each with the item up to which it is used
         jobs: list[Job] = []
         for segment, reach in segments:
             for job in self._missing(root, segment, reach, is_kept):
@@ -112,8 +89,18 @@ class Packing:
             ends = [*(piece.n_start for piece in segment.pieces[1:]), segment.n_stop]
             for piece, end in zip(segment.pieces, ends, strict=True):
                 if piece.n_start < reach:
-                    used[piece.name] = Use(piece, min(end, reach))
-        return Kv(tuple(used.values()), tuple(jobs))
+                    used[piece.name] = min(end, reach)
+        return [*jobs, self._state_job(root, node, used)]
+
+    def _segments(self, node: Node) -> Segments | None:
+        """All KV that the point needs; None: some of it or the state is not in RAM, or must not leave RAM."""
+        has_state = node.checkpoint is not None and node.checkpoint.state is not None
+        if node.root().is_volatile or (self._context.kind.needs_checkpoints and not has_state):
+            return None
+        if not self._context.kind.has_attention:
+            return []
+        parts = cover(node.lineage(), 0, node.n_items)
+        return None if parts is None else [(n.segment, stop) for n, stop in parts if n.segment is not None]
 
     def _missing(
         self, root: str, segment: Segment, n_items: int, is_kept: Callable[[str], bool]
@@ -160,7 +147,7 @@ class Packing:
         marks = (path.mark(n_start), path.mark(n_stop))
         return KvCut(whole, context.cut_bytes(whole, *marks), lambda: context.cut_segment(whole, *marks))
 
-    def state_job(self, root: str, node: Node, kv: Kv) -> Job:
+    def _state_job(self, root: str, node: Node, used: Mapping[str, int]) -> Job:
         n = node.n_items
         checkpoint = node.checkpoint
         key = keys(root, node.path, (n,))[n]
@@ -174,8 +161,8 @@ class Packing:
             cut="" if checkpoint is None else checkpoint.kind.value,
             clean=checkpoint is not None and checkpoint.clean,
             chunks=None if checkpoint is None else checkpoint.chunks,
-            needs=tuple(use.piece.name for use in kv.uses),
-            reaches=tuple(use.reach for use in kv.uses),
+            needs=tuple(used),
+            reaches=tuple(used.values()),
             media=node.path.rows(0, n),
             words=self._words(node.path.first(n)),
             space=short_key(root),
@@ -194,15 +181,16 @@ class Packing:
         named = keys(root, node.path, {n, *cells.values()})
         if is_kept(Pointer(named[n], n, 1).name):
             return None
-        segments = self.segments(node)
-        kv = None if segments is None else self.kv(root, segments, is_kept)
-        if kv is None:
+        jobs = self.jobs(node, is_kept)
+        if jobs is None:
             return None
-        state = self.state_job(root, node, kv)
-        needs = [Need(use.piece.name, use.piece.size + MAC_BYTES, use.reach) for use in kv.uses]
+        state = jobs[-1]
+        sizes = {piece.name: piece.size for segment, _ in self._segments(node) or () for piece in segment.pieces}
+        uses = zip(state.header.needs, state.header.reaches, strict=True)
+        needs = [Need(name, sizes[name] + MAC_BYTES, reach) for name, reach in uses]
         pointer = Pointer(named[n], n, file_size(state.header, state.parts) + MAC_BYTES, tuple(needs))
         names = names_at(named[n], {grid: named[at] for grid, at in cells.items()})
-        return Parcel(tuple((job.header, job.parts) for job in (*kv.jobs, state)), pointer, tuple(names))
+        return Parcel(tuple((job.header, job.parts) for job in jobs), pointer, tuple(names))
 
 
 def _bytes(path: Prompt, start: int, stop: int) -> Blob:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 
 from everwarm.engine.settings import PinRam
-from everwarm.llama.system.pinned_memory import NotPinned, Pinned, Runtime
+from everwarm.llama.system.pinned_memory import Pinned, Runtime
 from everwarm.state.store.arena import Arena
 
 log = logging.getLogger("everwarm.ram")
@@ -83,7 +83,7 @@ class Pinning:
             return log.info("RAM is not pinned: libllama brought no CUDA runtime along")
         try:
             pinned = Pinned(runtime, self._arena.hold(), self._stopped.is_set)
-        except NotPinned as error:
+        except OSError as error:
             self._arena.release()
             return log.log(logging.INFO if self._stopped.is_set() else logging.WARNING, "RAM is not pinned: %s", error)
         self._pinned = pinned

@@ -383,11 +383,12 @@ class Ram:
 
 
 def _read(found: Found) -> tuple[StateMeta | None, Blob]:
+    written, blob = found
     try:
-        about = _decoder.decode(found.about)
+        about = _decoder.decode(written)
     except (msgspec.MsgspecError, UnicodeError):
-        return None, found.blob
-    return (about if about.makes_sense else None), found.blob
+        return None, blob
+    return (about if about.makes_sense else None), blob
 
 
 def _path_of(about: StateMeta, known: dict[str, Prompt], ends: list[int]) -> Prompt | None:

@@ -301,18 +301,14 @@ class TierWriter:
             self._names.popitem(last=False)
         if self._tiers.is_known(name):
             return name
-        segments = self._packing.segments(node)
-        if segments is None:
-            return None
-        root = self._packing.root(node)
-        kv = self._packing.kv(root, segments, self._tiers.is_known)
-        if kv is None:
+        jobs = self._packing.jobs(node, self._tiers.is_known)
+        if jobs is None:
             return None
         if self._tiers.is_behind:
             n_waiting = self._tiers.n_waiting_bytes / _MIB
             log.warning("a turn is not kept: %.0f MiB wait for the disk already", n_waiting)
             return None
-        for job in (*kv.jobs, self._packing.state_job(root, node, kv)):
+        for job in jobs:
             self._tiers.put(job)
         return name
 

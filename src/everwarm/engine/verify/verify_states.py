@@ -255,7 +255,7 @@ def replay_states(opening: Opening, lineages: Sequence[Lineage], tick: Tick) -> 
     odd = (lineage.state.name for lineage in lineages if not is_plausible(lineage))
     found = {name: Finding(name, "refused", why="it has another number of items than it says") for name in odd}
     for state in (lineage.state for lineage in lineages if lineage.state.header.media):
-        found[state.name] = Finding(state.name, "skipped", why="it has pictures, and they are not kept")
+        found[state.name] = Finding(state.name, "skipped", why="it has images, and they are not kept")
     pending = [lineage for lineage in lineages if lineage.state.name not in found]
     for way in opening.ways:
         if not pending:

@@ -338,7 +338,8 @@ def read_key_file(path: str) -> tuple[Key, ...]:
 def _read(path: Path) -> tuple[str, int]:
     try:
         with path.open("rb") as file:
-            mode, data = os.fstat(file.fileno()).st_mode, file.read(MAX_FILE_BYTES + 1)
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise BadRequest(f"the key file {path} cannot be read: {error.strerror}") from None
     require(len(data) <= MAX_FILE_BYTES, f"the key file {path} has more than {MAX_FILE_BYTES} bytes")
@@ -392,8 +393,10 @@ class Visibility:
 def visibility_of(request: Request) -> Visibility:
     """A user sees its own namespace: that of its key and ``?cache_salt=``. An admin sees the numbers of all namespaces, but
     text only of its own, of ``?namespace=``, or with ``?all=true``."""
-    principal, query = principal_of(request), request.query_params
-    own, named = principal.namespace(query.get("cache_salt")), query.get("namespace") or ""
+    principal = principal_of(request)
+    query = request.query_params
+    own = principal.namespace(query.get("cache_salt"))
+    named = query.get("namespace") or ""
     wants_all = query.get("all", "false")
     if wants_all not in ("true", "false", "0", "1"):
         raise BadRequest(f"all is {wants_all[:20]!r}; give true or false")

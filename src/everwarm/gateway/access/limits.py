@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from everwarm.engine.process.messages import Backlog
-from everwarm.errors import Draining, Overloaded
+from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.settings import ServerSettings
 
 _BYTES_PER_TOKEN = 3  # a conservative estimate
+DRAINING_RETRY_S = 5
 STALLED_S = 1.0  # a client that has read nothing for so long may lose its place to another request
 LEAST_S = 1
 MOST_S = 600
@@ -30,21 +31,6 @@ MOST_ROUNDS = 4  # one round: everything that is admitted ends
 
 def estimated_tokens(n_bytes: int) -> int:
     return max(1, n_bytes // _BYTES_PER_TOKEN)
-
-
-class Sending:
-    """A write to a client, for as long as it takes. Made for every chunk of every reply."""
-
-    __slots__ = ("_place",)
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        self._place.note_sending()
-
-    def __exit__(self, *_exc: object) -> None:
-        self._place.note_sent()
 
 
 class Place:
@@ -70,11 +56,8 @@ class Place:
             self.is_held = False
             self._limits.forget(self)
 
-    def sending(self) -> Sending:
-        """Wraps a write to the client, which blocks while the client does not read."""
-        return Sending(self)
-
     def note_sending(self) -> None:
+        """A write to the client begins, and blocks while the client does not read."""
         self._blocked_at = self._blocked_at or self._limits.clock()
 
     def note_sent(self) -> None:
@@ -146,7 +129,7 @@ class AdmissionLimits:
 
     def _admit(self, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> Place:
         if self.is_draining:
-            raise Draining("the server is stopping; try another one or later")
+            raise EngineStopped("the server is stopping; try another one or later", DRAINING_RETRY_S)
         while (lack := self._lack(n_tokens)) is not None:
             stalled = max(self._places, key=lambda place: place.stalled_s)
             if stalled.stalled_s >= STALLED_S:

@@ -4,5 +4,5 @@ Every choice of a request leaves a record in ``request_log``, which writes a log
 OpenTelemetry, ``metrics`` counts it for Prometheus, ``events`` streams it to those who watch. ``status`` answers health,
 readiness and ``/metrics``. ``cache_api`` shows what is cached and pins or drops it, in the JSON of ``cache_encode``;
 ``cache_plan`` says what prompts would cost, and reads some ahead. ``models`` lists, loads and unloads models. ``web_ui`` is
-the page at ``/``, whose files are in ``page/``; ``markdown`` renders replies for it, with the formulas of ``maths``.
+the page at ``/``, whose files are in ``page/``; ``markdown`` renders replies for it, with formulas.
 """

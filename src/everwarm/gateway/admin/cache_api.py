@@ -90,11 +90,13 @@ class CacheApi:
         if standing.supervisor.state is State.READY:
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
                 seen = await standing.supervisor.ask(m.Inspect, what="cache")
-        totals, text = self._request_log.totals(model), self._settings.cache_text
+        totals = self._request_log.totals(model)
+        text = self._settings.cache_text
         return cache_encode.overview(standing, standings, totals, seen, text=text)
 
     async def tree(self, request: Request) -> Response:
-        standing, visibility = self._model(request), visibility_of(request)
+        standing = self._model(request)
+        visibility = visibility_of(request)
         after = request.query_params.get("after")
         if after is not None and _NUMBER.fullmatch(after) is None:
             raise BadRequest("after must be the next of an earlier response; leave it out to start at the beginning")
@@ -106,7 +108,8 @@ class CacheApi:
         return json_response(cache_encode.tree(seen, standing.spec.id, self._request_log))
 
     async def requests(self, request: Request) -> Response:
-        limit, visibility = _limit(request, 100, MOST_KEPT), visibility_of(request)
+        limit = _limit(request, 100, MOST_KEPT)
+        visibility = visibility_of(request)
         rows = [(row, row.caller.namespace) for row in self._request_log.rows(limit, visibility.shown)]
         shown = [cache_encode.request(row, with_words=visibility.shows_words(namespace)) for row, namespace in rows]
         return json_response({"requests": shown})
@@ -173,7 +176,8 @@ class CacheApi:
 
     def _model(self, request: Request) -> Standing:
         """The named model, or the only one, or the first that is loaded."""
-        pool, name = self._pool, request.query_params.get("model")
+        pool = self._pool
+        name = request.query_params.get("model")
         standings = pool.standings()
         if name is None and pool.catalog.find(None) is None:
             name = next((each.spec.id for each in standings if each.supervisor.is_running), None)

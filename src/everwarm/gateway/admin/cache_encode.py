@@ -13,7 +13,9 @@ from everwarm.types import Json
 
 def request(row: RequestRecord, *, with_words: bool) -> Json:
     """Without ``with_words``, an error is shown by its code only, and a divergence by its position only."""
-    done, caller, first_s = row.done, row.caller, row.first_s()
+    done = row.done
+    caller = row.caller
+    first_s = row.first_s()
     cache = None if done is None else encode.timings(done)["cache"]
     if cache is not None and cache["diverged"] is not None and not with_words:
         cache["diverged"] = {"at": cache["diverged"]["at"]}
@@ -39,15 +41,14 @@ def request(row: RequestRecord, *, with_words: bool) -> Json:
 
 def volatile_line(line: VolatileLine, namespace: str, *, with_words: bool) -> Json:
     """Without ``with_words`` the line is shown by its number only."""
-    change = line.change
     return {
         "namespace": namespace[:SHORT_NAMESPACE],
-        "line": change.number,
-        "before": change.before if with_words else None,
-        "after": change.after if with_words else None,
+        "line": line.number,
+        "before": line.before if with_words else None,
+        "after": line.after if with_words else None,
         "n_changes": line.n_changes,
         "n_tokens": line.n_tokens,
-        "rule": change.rule() if with_words else None,
+        "rule": line.rule() if with_words else None,
     }
 
 

@@ -98,13 +98,13 @@ class CachePlanner:
             return await self._cost_of(served, await self._submit(request, body, served))
 
     async def _cost_of(self, served: Served, submit: m.Submit) -> m.PromptCost:
-        question = served.supervisor.ask(m.AskCost, submit=submit)
+        question = served.supervisor.ask(m.AskPrompt, what="cost", submit=submit)
         return msgspec.convert(await question, m.PromptCost)
 
     async def _submit(self, request: Request, body: GenerationBody, served: Served) -> m.Submit:
         submit, *others = (await self._preparer.prepare(request, body, served)).submits
         if others or submit.images:
-            raise BadRequest("planning takes one prompt of text for each request, without n and pictures")
+            raise BadRequest("planning takes one prompt of text for each request, without n and images")
         return submit
 
     async def _offer(self, request: Request, body: GenerationBody) -> Json:
@@ -132,7 +132,8 @@ class CachePlanner:
         with self._pool.lease(body.model) as lease:
             served = await lease.ready()
             submit = await self._submit(request, body, served)
-            answer = await served.supervisor.ask(m.HoldPrompt, submit=submit, ttl_s=float(ttl_s), pin_quota=quota)
+            held = {"what": "hold", "ttl_s": float(ttl_s), "pin_quota": quota}
+            answer = await served.supervisor.ask(m.AskPrompt, submit=submit, **held)
         return bool(answer["pinned"])
 
 

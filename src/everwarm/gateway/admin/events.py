@@ -108,7 +108,8 @@ class EventHub:
 
     def _send_request(self, row: RequestRecord) -> None:
         """Sends it with its text to watchers that may see the text, and without to the others that may see the request."""
-        namespace, frames = row.caller.namespace, dict[bool, bytes]()
+        namespace = row.caller.namespace
+        frames = dict[bool, bytes]()
         for watcher in [each for each in self._watchers if each.visibility.shows(namespace)]:
             with_words = watcher.visibility.shows_words(namespace)
             if with_words not in frames:

@@ -6,14 +6,15 @@ of mail ever leave; HTML in the text stays text. The page builds elements from t
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from everwarm.gateway.admin import maths
-
 if TYPE_CHECKING:
+    from xml.etree.ElementTree import Element
+
     from markdown_it import MarkdownIt
     from markdown_it.rules_inline import StateInline
     from markdown_it.token import Token
@@ -33,6 +34,17 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _BARE_LINK = re.compile(r"(https?://[^\s<>()\[\]{}\"'`|\\^\x00-\x20\x7f]{3,2000}(?<![.,;:!?*_]))", re.IGNORECASE)
+MAX_FORMULA = 500  # of one formula; the slowest one found of this length takes 10 ms
+_MAX_DEPTH = 60  # of a formula
+_MATHS_TAG = re.compile(
+    r"math|mrow|mi|mn|mo|mtext|mspace|ms|mfrac|msqrt|mroot|mstyle|mpadded|mphantom|msub|msup|msubsup|munder|mover|munderover"
+    r"|mtable|mtr|mtd"
+)
+_MATHS_ATTRIBUTE = re.compile(
+    r"display|stretchy|fence|form|accent|accentunder|linethickness|mathvariant|columnalign|lspace|rspace|width|displaystyle"
+    r"|scriptlevel|minsize|maxsize|movablelimits|largeop"
+)
+_MATHS_VALUE = re.compile(r"[\w.%+ -]{1,32}")
 _TAGS = {
     **{f"h{level}": f"h{min(6, level + 2)}" for level in range(1, 7)},  # the page has its own first two levels
     **{tag: tag for tag in ("p", "ul", "ol", "li", "blockquote", "em", "strong", "s")},
@@ -89,7 +101,9 @@ def _formula_rule(state: StateInline, silent: bool) -> bool:
         return False
     if not silent:
         token = state.push("formula", "", 0)
-        token.content, token.markup, token.info = found[found.lastgroup or 0], found[0], found.lastgroup or ""
+        token.content = found[found.lastgroup or 0]
+        token.markup = found[0]
+        token.info = found.lastgroup or ""
     state.pos = found.end()
     return True
 
@@ -144,7 +158,7 @@ def _leaf(token: Token) -> Tree:
             code = token.content.removesuffix("\n")
             return [["pre", {"language": language}, ["code", {}, *_highlighted(code, language)]]]
         case "formula":
-            made = maths.formula(token.content, is_block=token.info in ("dollars", "brackets"))
+            made = _formula_tree(token.content, is_block=token.info in ("dollars", "brackets"))
             return [token.markup if made is None else made]
         case "code_inline":
             return [["code", {}, token.content]]
@@ -181,3 +195,31 @@ def _highlighted(code: str, language: str) -> Iterator[Any]:
 @cache
 def _class(kind: str) -> str:
     return next((name for start, name in _CLASSES.items() if kind.startswith(start)), "")
+
+
+# formulas in LaTeX as MathML elements, which browsers draw themselves: only the tags and attributes above ever leave
+
+
+def _formula_tree(latex: str, *, is_block: bool) -> list[Any] | None:
+    """The element of a formula; ``None`` for what is too long or is no LaTeX."""
+    if len(latex) > MAX_FORMULA:
+        return None
+    from latex2mathml.converter import convert_to_element
+
+    try:
+        return _maths_element(convert_to_element(latex, display="block" if is_block else "inline"), 0)
+    except Exception:  # noqa: BLE001 - the parser fails in many ways on what is no LaTeX; then the text is shown
+        return None
+
+
+def _maths_element(found: Element, depth: int) -> list[Any]:
+    if depth > _MAX_DEPTH:
+        raise ValueError("nested too deeply")
+    tag = found.tag if _MATHS_TAG.fullmatch(found.tag) else "mrow"
+    given = {
+        name: each
+        for name, each in found.attrib.items()
+        if _MATHS_ATTRIBUTE.fullmatch(name) and _MATHS_VALUE.fullmatch(each)
+    }
+    text = [html.unescape(found.text)] if found.text else []
+    return [tag, given, *text, *(_maths_element(child, depth + 1) for child in found)]

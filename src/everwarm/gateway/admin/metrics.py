@@ -112,7 +112,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._prompt = self._counter("llamacpp:prompt_tokens", "Prompt tokens processed, excluding cached ones")
         self._cached = self._counter("llamacpp:prompt_tokens_cached", "Prompt tokens reused from the cache")
-        name, text = "everwarm_prompt_tokens_read", "Prompt tokens read, by the reason of their request"
+        name = "everwarm_prompt_tokens_read"
+        text = "Prompt tokens read, by the reason of their request"
         self._read = Counter(name, text, ["reason"], registry=self.registry)
         self._prompt_s = self._counter("llamacpp:prompt_seconds", "Time spent on prompts, restores included")
         self._written = self._counter("llamacpp:tokens_predicted", "Reply tokens")
@@ -139,7 +140,8 @@ class Metrics:
             buckets=_RESTORE_SECONDS,
             registry=self.registry,
         )
-        name, text = "everwarm_turns_kept", "Finished turns by where they were when their last frame left"
+        name = "everwarm_turns_kept"
+        text = "Finished turns by where they were when their last frame left"
         self._kept = Counter(name, text, ["where"], registry=self.registry)
         for where in ("ram", "disk", "none"):
             self._kept.labels(where)
@@ -212,7 +214,8 @@ class Metrics:
 
     def _longest(self) -> bytes:
         """llama-server calls it a counter, without the ending that counters have."""
-        name, text = "llamacpp:n_tokens_max", "Tokens of the longest prompt with its reply"
+        name = "llamacpp:n_tokens_max"
+        text = "Tokens of the longest prompt with its reply"
         return f"# HELP {name} {text}\n# TYPE {name} counter\n{name} {float(self._n_longest)}\n".encode()
 
 

@@ -97,7 +97,7 @@ def _capable(standing: Standing) -> Json:
     spec, info = standing.spec, standing.supervisor.info
     makes_vectors = spec.settings.embedding is not None or (info is not None and info.pooling is not None)
     capabilities = ["embedding"] if makes_vectors else ["completion"]
-    if spec.mmproj is not None or (info is not None and info.sees):
+    if spec.mmproj is not None or (info is not None and (info.sees or info.sample_rate)):
         capabilities.append("multimodal")
     return {"name": spec.id, "model": spec.id, "type": "model", "capabilities": capabilities}
 
@@ -122,6 +122,9 @@ def _model(standing: Standing) -> Json:
     if info is not None:
         n_usable = min(info.n_ctx, info.n_ctx_train or info.n_ctx)  # beyond what it was trained on a model is lost
         model |= {"max_input_tokens": n_usable, "max_tokens": n_usable}
+        read = {"text": True, "image": info.sees, "audio": info.sample_rate > 0}
+        modalities = [name for name, is_read in read.items() if is_read]
+        model["architecture"] = {"input_modalities": modalities, "output_modalities": ["text"]}
         model["meta"] = {
             "n_ctx_train": info.n_ctx_train,
             "n_params": info.n_params,

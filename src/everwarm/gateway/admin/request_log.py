@@ -64,7 +64,10 @@ class RequestRecord:
     def record(self, message: m.ToGateway) -> None:
         match message:
             case m.Begun(id=id, n_prompt=n_prompt, n_cached=n_cached, slot=slot):
-                self.number, self.n_prompt, self.n_cached, self.slot = id, n_prompt, n_cached, slot
+                self.number = id
+                self.n_prompt = n_prompt
+                self.n_cached = n_cached
+                self.slot = slot
                 self.began_at = time.monotonic()
             case m.PromptRead(n_read=n_read):
                 self.n_read = n_read - self.n_cached
@@ -73,11 +76,17 @@ class RequestRecord:
                 self.n_read = self.n_prompt - self.n_cached
                 self.n_reply += len(tokens)
             case m.Done() as done:
-                self.status, self.done, self.slot = _status(done), done, done.slot
-                self.n_prompt, self.n_cached, self.n_reply = done.n_prompt, done.n_cached, done.n_reply
+                self.status = _status(done)
+                self.done = done
+                self.slot = done.slot
+                self.n_prompt = done.n_prompt
+                self.n_cached = done.n_cached
+                self.n_reply = done.n_reply
                 self.n_read = done.n_prompt - done.n_cached
             case m.Failed(message=text, code=code):
-                self.status, self.error, self.error_code = "failed", text, code
+                self.status = "failed"
+                self.error = text
+                self.error_code = code
 
     def forget_words(self) -> None:
         """Removes every text that may quote a prompt."""

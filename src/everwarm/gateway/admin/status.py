@@ -60,12 +60,15 @@ class Status:
     async def ready(self, _request: Request) -> Response:
         """With one model: whether it can be used now. With several the server is ready, because it loads them on demand."""
         standings = self._pool.standings()
-        is_ready, wait_s, about = True, None, {"status": "ready", "models": len(standings)}
+        is_ready = True
+        wait_s = None
+        about = {"status": "ready", "models": len(standings)}
         if len(standings) == 1:
             (one,) = standings
             sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it is loaded on demand
             is_ready = one.supervisor.is_ready or (sleeps and not self._pool.is_stopping)
-            wait_s, about = one.retry_in_s or one.supervisor.back_in_s, _condition(one)
+            wait_s = one.retry_in_s or one.supervisor.back_in_s
+            about = _condition(one)
         headers = {} if is_ready else {"retry-after": str(math.ceil(wait_s or 0.0) or 1)}
         return json_response(about, 200 if is_ready else 503, headers)
 
@@ -73,20 +76,22 @@ class Status:
         """The gateway's metrics, and the engine's metrics of one model: the only one, or the named one."""
         if not self._shows_metrics:
             raise NotSupported("this server does not show its metrics; start it without --no-metrics")
-        pool, name = self._pool, request.query_params.get("model")
-        standings, lag = pool.standings(), self._lag.take_most()
+        pool = self._pool
+        name = request.query_params.get("model")
+        standings = pool.standings()
         gauges = {
             "everwarm_models": ("Models that requests can name", float(len(standings))),
             "everwarm_loop_lag_most_seconds": (
                 "The longest lag of the gateway's event loop since the last scrape",
-                lag.wall_s,
+                self._lag.most_s,
             ),
             "everwarm_loop_lag_most_busy_seconds": (
                 "The part of that lag in which the gateway was computing, not waiting for a processor",
-                lag.busy_s,
+                self._lag.most_busy_s,
             ),
             "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
         }
+        self._lag.forget_most()
         engine: dict[str, Any] = {}
         counters: dict[str, tuple[str, float | dict[str, float]]] = {}
         if name is not None or pool.catalog.find(None) is not None:
@@ -120,7 +125,9 @@ def _condition(one: Standing) -> dict[str, Any]:
 
 def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[str, float]]:
     """``counts``: of the engine, now; without them what its last heartbeat said."""
-    supervisor, load, retry = served.supervisor, served.supervisor.load, served.retry
+    supervisor = served.supervisor
+    load = served.supervisor.load
+    retry = served.retry
     n_running = counts.get("n_running", load.n_running if load else 0)
     n_queued = counts.get("n_queued", load.n_queued if load else 0)
     waits_s = 0.0 if retry is None or retry.at is None else max(0.0, retry.at - time.monotonic())

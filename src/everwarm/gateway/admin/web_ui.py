@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -50,13 +50,6 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageFile:
-    data: bytes
-    kind: str
-    etag: str
-
-
 MAX_TEXTS, MAX_CHARS = 64, 131_072  # of one request to /render
 
 
@@ -71,15 +64,15 @@ def web_ui_routes(gate: RequestGate) -> list[Route]:
     async def index(request: Request) -> Response:
         accepted = request.headers.get("accept", "")
         if "text/html" in accepted or ("*/*" in accepted and "json" not in accepted):
-            return _answer(request, files[INDEX], {"vary": "accept"})
+            return _answer(request, INDEX, files[INDEX], {"vary": "accept"})
         about = {"name": "everwarm", "version": __version__, "docs": "/v1/models, /v1/chat/completions"}
         return json_response(about, headers={"vary": "accept"})
 
     async def file(request: Request) -> Response:
-        found = files.get(request.path_params["name"])
-        if found is None or found.kind == _KINDS[".html"]:
+        name = request.path_params["name"]
+        if name not in files or name.endswith(".html"):
             raise HTTPException(404)
-        return _answer(request, found, {})
+        return _answer(request, name, files[name], {})
 
     async def render(request: Request) -> Response:
         """The trees of texts, each ``null`` if it is too long. What is not surely quick is done beside the event loop."""
@@ -106,20 +99,19 @@ def _rendered(texts: list[str]) -> Json:
     return {"trees": [markdown.render(text) for text in texts]}
 
 
-def page_files(folder: Path) -> dict[str, PageFile]:
-    found = (path for path in sorted(folder.iterdir()) if path.suffix in _KINDS)
-    return {path.name: _read(path) for path in found}
+def page_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.suffix in _KINDS}
 
 
-def _read(path: Path) -> PageFile:
-    data = path.read_bytes()
-    digest = hashlib.blake2b(data, digest_size=12).hexdigest()
-    return PageFile(data, _KINDS[path.suffix], f'"{digest}"')
+@cache
+def _etag(data: bytes) -> str:
+    return f'"{hashlib.blake2b(data, digest_size=12).hexdigest()}"'
 
 
-def _answer(request: Request, file: PageFile, more: dict[str, str]) -> Response:
-    headers = {**_HEADERS, **more, "etag": file.etag}
+def _answer(request: Request, name: str, data: bytes, more: dict[str, str]) -> Response:
+    etag = _etag(data)
+    headers = {**_HEADERS, **more, "etag": etag}
     known = (each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(","))
-    if file.etag in known:
+    if etag in known:
         return Response(status_code=304, headers=headers)
-    return Response(file.data, headers={**headers, "content-type": file.kind})
+    return Response(data, headers={**headers, "content-type": _KINDS[Path(name).suffix]})

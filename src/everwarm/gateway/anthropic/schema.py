@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from everwarm.errors import BadRequest, ThreadUnsupported
+from everwarm.errors import THREAD_UNSUPPORTED, BadRequest
 from everwarm.gateway.anthropic.client_tools import client_function
 from everwarm.gateway.openai.schema import MAX_MESSAGES, ChatBody, Count, Name, Probability, read
 from everwarm.types import Json
@@ -116,7 +116,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     cache_control: Any = None
-    thread: Any = None  # a conversation that the server would keep; see ``ThreadUnsupported``
+    thread: Any = None  # a conversation that the server would keep; see ``THREAD_UNSUPPORTED``
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Name | None = None
 
@@ -170,7 +170,8 @@ def blocks_of(content: Any) -> list[Any]:
 def chat_body(body: CountBody, session: str | None = None) -> ChatBody:
     """The same conversation as a chat body."""
     if body.thread is not None:
-        raise ThreadUnsupported
+        message = "thread is not supported: send the whole conversation as messages, without thread"
+        raise BadRequest(message, THREAD_UNSUPPORTED)
     tools = _tools(body.tools or ())
     options: Json = {}
     if isinstance(body, MessagesBody):

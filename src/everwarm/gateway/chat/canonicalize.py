@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from everwarm.gateway.rewrite.rules import Rewritten
 from everwarm.types import Json
 
 SYSTEM_ROLES = ("system", "developer")
@@ -23,22 +23,15 @@ RULES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Canonical:
-    """Messages without noise, and the name of the rule for each removed line."""
-
-    messages: list[Json]
-    removed: tuple[str, ...] = ()
-
-
-def canonical(messages: Sequence[Json]) -> Canonical:
+def canonical(messages: Sequence[Json]) -> Rewritten:
+    """Messages without noise, and the rule by which each line was removed."""
     kept, removed = [], []
     for message in messages:
         cleaned, names = _cleaned(message) if message.get("role") in SYSTEM_ROLES else (message, [])
         removed += names
         if cleaned is not None:
             kept.append(cleaned)
-    return Canonical(kept, tuple(removed))
+    return Rewritten(kept, tuple(removed))
 
 
 def without_noise(text: str) -> tuple[str, list[str]]:

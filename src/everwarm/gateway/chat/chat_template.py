@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -68,8 +68,8 @@ class ChatTemplate:
         **kwargs: Any,
     ) -> str:
         """The text for these messages; what the template raises becomes ``BadRequest``."""
-        ask = _Ask(self._given(tools, kwargs), add_generation_prompt)
-        return self._lay_out(list(map(without_breakpoints, messages)), ask).text
+        plain = list(map(without_breakpoints, messages))
+        return self._lay_out(plain, self._given(tools, kwargs), add_generation_prompt=add_generation_prompt).text
 
     def conversation(
         self,
@@ -83,19 +83,20 @@ class ChatTemplate:
     ) -> Rendered:
         """The prompt that asks for the next reply, with its cut hints. ``continues``: the last message is the beginning of
         that reply."""
-        ask = _Ask(self._given(tools, kwargs), add_generation_prompt, continues)
+        given = self._given(tools, kwargs)
+        render = functools.partial(self._text, add_generation_prompt=add_generation_prompt, continues=continues)
         plain = list(map(without_breakpoints, messages))
-        layout = self._lay_out(plain, ask)
-        ends = self._ends(layout, plain[:-1] if continues else plain, ask.given)
+        layout = self._lay_out(plain, given, add_generation_prompt=add_generation_prompt, continues=continues)
+        ends = self._ends(layout, plain[:-1] if continues else plain, given)
         end = len(layout.text) if continues or not ends else ends[-1]
-        points = stable_points.stable_points(layout, plain, self._next_text(ask.given), end=end, with_tools=bool(tools))
+        points = stable_points.stable_points(layout, plain, self._next_text(given), end=end, with_tools=bool(tools))
         marked = stable_points.in_messages(
-            layout.text, messages, plain, lambda others: self._text(others, ask)
+            layout.text, messages, plain, lambda others: render(others, given)
         ) | stable_points.in_tools(
             layout.text,
             tools,
-            ask.given.tools,
-            lambda others: self._text(plain, replace(ask, given=ask.given.with_tools(others))),
+            given.tools,
+            lambda others: render(plain, given.with_tools(others)),
         )
         last = tuple(sorted(marked))[-MAX_BREAKPOINTS:]
         volatile, joints = volatile_text.places_in(layout, plain)
@@ -148,31 +149,40 @@ class ChatTemplate:
         return Given(plain_tools(tools_without_breakpoints(tools)), {"enable_thinking": thinks, **kwargs})
 
     def _next_text(self, given: Given) -> stable_points.Render:
-        later = _Ask(given.later)
+        later = given.later
         return lambda messages: self._text(messages, later)
 
-    def _text(self, messages: Sequence[Message], ask: _Ask) -> str | None:
+    def _text(
+        self,
+        messages: Sequence[Message],
+        given: Given,
+        *,
+        add_generation_prompt: bool = True,
+        continues: Continues = None,
+    ) -> str | None:
         try:
-            return self._lay_out(messages, ask).text
+            return self._lay_out(messages, given, add_generation_prompt=add_generation_prompt, continues=continues).text
         except BadRequest:  # some want a user's message, strict alternation, or no tools
             return None
 
-    def _lay_out(self, messages: Sequence[Message], ask: _Ask) -> Layout:
-        wanted = self._template.forms.adapted(messages[:-1] if ask.continues else messages)
-        if not ask.continues:
-            layout = self._template.lay_out(wanted, ask.given, add_generation_prompt=ask.add_generation_prompt)
-            if not ask.add_generation_prompt:
+    def _lay_out(
+        self, messages: Sequence[Message], given: Given, *, add_generation_prompt: bool, continues: Continues = None
+    ) -> Layout:
+        wanted = self._template.forms.adapted(messages[:-1] if continues else messages)
+        if not continues:
+            layout = self._template.lay_out(wanted, given, add_generation_prompt=add_generation_prompt)
+            if not add_generation_prompt:
                 return layout
             return Layout(self._template.forms.family.reopened(layout.text), layout.starts, layout.end)
-        before = self._template.lay_out(wanted, ask.given, add_generation_prompt=False)
-        asking = self._template.lay_out(wanted, ask.given, add_generation_prompt=True).text
+        before = self._template.lay_out(wanted, given, add_generation_prompt=False)
+        asking = self._template.lay_out(wanted, given, add_generation_prompt=True).text
         thinking = self._template.forms.thinking
         n_shared = stable_points.common_prefix(before.text, asking)
         if n_shared == len(asking):  # the template asks for a reply in any case
             unclosed = before.text.rstrip().removesuffix(thinking.closing.strip())
             n_shared = len(unclosed.rstrip().removesuffix(thinking.opening.strip()))
         opening = self._template.forms.family.reopened(asking)[n_shared:]
-        begun = thinking.begun_reply(opening, messages[-1], with_content=ask.continues == "content")
+        begun = thinking.begun_reply(opening, messages[-1], with_content=continues == "content")
         return Layout(before.text[:n_shared] + begun, before.starts, before.end)
 
     def _ends(self, layout: Layout, messages: Sequence[Message], given: Given) -> tuple[int, ...]:
@@ -181,19 +191,10 @@ class ChatTemplate:
             return tuple(sorted({at for at in (*(start for _, start in layout.starts), layout.end) if at > 0}))
         found = set()
         for n in {1, *range(max(1, len(messages) - _N_ENDS + 1), len(messages) + 1)}:
-            text = self._text(messages[:n], _Ask(given, add_generation_prompt=False))
+            text = self._text(messages[:n], given, add_generation_prompt=False)
             if text is not None and layout.text.startswith(text):
                 found.add(len(text))
         return tuple(sorted(found - {0}))
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """What to render besides the messages."""
-
-    given: Given
-    add_generation_prompt: bool = True
-    continues: Continues = None
 
 
 _PROBE = "c51e7d"

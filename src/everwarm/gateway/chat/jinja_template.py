@@ -38,12 +38,11 @@ def now() -> datetime.datetime:
     return datetime.datetime.now()
 
 
-class PromptTextTooLong(BadRequest):
-    def __init__(self) -> None:
-        super().__init__(
-            f"the chat template renders this conversation to more than {MAX_PROMPT_CHARS:,} characters: "
-            "shorten it, or its tools"
-        )
+def _too_long() -> BadRequest:
+    return BadRequest(
+        f"the chat template renders this conversation to more than {MAX_PROMPT_CHARS:,} characters: "
+        "shorten it, or its tools"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +90,7 @@ class Template:
         """The text for messages in the form the template takes; what it raises becomes ``BadRequest``."""
         try:
             return self._lay_out(messages, given, add_generation_prompt)
-        except PromptTextTooLong:
+        except BadRequest:  # the text is too long
             raise
         except Exception as error:  # noqa: BLE001 - an error of a template is no error of the server
             raise BadRequest(f"the chat template refused the messages: {error or type(error).__name__}") from None
@@ -172,7 +171,7 @@ def _written(template: jinja2.Template, values: dict[str, Any], given: Given) ->
         write(piece)
         n_chars += len(piece)
         if n_chars > MAX_PROMPT_CHARS:
-            raise PromptTextTooLong
+            raise _too_long()
     return trace.layout()
 
 
@@ -296,7 +295,7 @@ def _json_text(value: Any, ensure_ascii: bool, indent: int | None) -> str:
         texts.append(text)
         n_chars += len(text)
         if n_chars > MAX_PROMPT_CHARS:
-            raise PromptTextTooLong
+            raise _too_long()
     return "".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""Messages in the form that a template takes, found out by rendering small ones.
+"""Messages in the form that a template takes, and how it writes thinking, found out by rendering small ones.
 
 Most templates take content as one text and would print a list of parts; many fail on content that is null, some on a
 system message, and some encode the arguments of a call twice. Pure but for the template, which is passed in.
@@ -7,18 +7,26 @@ system message, and some encode the arguments of a call twice. Pure but for the 
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everwarm.gateway.chat.content import Message, parts_as_text, text_as_parts, with_objects
 from everwarm.gateway.chat.template_family import Thinking, family_of
-from everwarm.gateway.chat.thinking_tags import find_thinking
 
 Render = Callable[..., str]  # messages, and the template's other arguments; may raise anything
 _PROBE = "a8f3c1"
 _COMMON_TAGS = ("<think>", "[THINK]")  # of families in which some models do not think
 _RESULT = {"role": "tool", "tool_call_id": "call00001", "name": "f"}
 _IN_PARTS = [{"type": "text", "text": _PROBE}]
+_THOUGHT = "a8f3c1 hm well 1c3f8a"
+_ANSWER = "b7e2d0 yes indeed 0d2e7b"
+_MARK = r"(?:<[^>]*>|\[[^\]]*\])"
+_AROUND = re.compile(rf"({_MARK}\s*){_THOUGHT}(\s*{_MARK}\s*)")
+_AFTER = re.compile(rf"{_THOUGHT}\s*({_MARK}\s*)")
+_N_TAIL = 64  # characters
+_OLD_SPLIT = "content.split('</think>')"  # templates that strip thinking from the history and never write any
 
 
 class MessageForms:
@@ -43,7 +51,8 @@ class MessageForms:
         return known if names_it else Thinking()
 
     def _as_wanted(self, message: Message) -> Message:
-        content, calls = message.get("content"), message.get("tool_calls")
+        content = message.get("content")
+        calls = message.get("tool_calls")
         if content is None or "role" not in message:
             message = {"role": "", **message, "content": "" if content is None else content}
         if isinstance(calls, list) and self._wants_objects:
@@ -151,3 +160,60 @@ def _plain_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
         "type": "function",
         "function": {"name": function["name"], "description": about["description"], "parameters": about["parameters"]},
     }
+
+
+# thinking
+
+
+def find_thinking(source: str, render: Render) -> Thinking:
+    """By what stands around a thought, and by turning thinking off and on."""
+    found = _beside_a_thought(render)
+    if not (found.opening and found.closing):
+        found = _by_switching(render, found)
+    if not (found.opening or found.closing) and _OLD_SPLIT in source and "reasoning_content" not in source:
+        return Thinking("<think>", "</think>")
+    return found
+
+
+def _beside_a_thought(render: Render) -> Thinking:
+    asked: Message = {"role": "user", "content": "a"}
+    reply: Message = {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}
+    text = _tried(render, [asked, reply])
+    if match := _AROUND.search(text):
+        return Thinking(match[1], match[2])
+    match = _AFTER.search(text)
+    return Thinking("", match[1]) if match else Thinking()
+
+
+def _by_switching(render: Render, known: Thinking) -> Thinking:
+    """Some templates open thinking at the end of the prompt, or close it there where it is switched off."""
+    asked: Message = {"role": "user", "content": "a"}
+    off, on = (_tried(render, [asked], enable_thinking=thinks, add_generation_prompt=True) for thinks in (False, True))
+    n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(off, on, strict=False)))
+    only_off, only_on = off[n:], on[n:]
+    if not only_off.strip() and only_on.strip():
+        return Thinking(known.opening or only_on, known.closing)
+    marks = re.findall(_MARK, only_off)
+    if not only_on.strip() and marks and not known.closing:
+        before = marks[:1] if len(marks) > 1 else re.findall(_MARK, off[:n])[-1:]
+        return Thinking("".join(before), marks[-1])
+    for base, longer in ((on, off), (off, on)):  # other texts differ too, so only the ends are compared
+        marks = _marks_after(base[-_N_TAIL:], longer)
+        if len(marks) == 2:
+            return Thinking(known.opening or marks[0], known.closing or marks[1])
+    return known
+
+
+def _marks_after(tail: str, text: str) -> list[str]:
+    """The marks that follow the last place of the tail, if nothing else does."""
+    at = text.rfind(tail) if tail else -1
+    rest = text[at + len(tail) :].strip() if at >= 0 else ""
+    marks = re.findall(_MARK, rest)
+    return marks if "".join(marks) == "".join(rest.split()) else []
+
+
+def _tried(render: Render, messages: Sequence[Message], **more: Any) -> str:
+    try:
+        return render(messages, **more)
+    except Exception:  # noqa: BLE001 - a template that refuses this says nothing about thinking
+        return ""

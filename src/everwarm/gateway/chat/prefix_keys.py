@@ -51,12 +51,14 @@ def prefixes_of(body: Any, namespace: str = "") -> Prefixes:
     keys, ends, at = [], [], 0
     for piece in _pieces(body):
         data = _encoded(piece)
-        chain, at = blake3(chain + data).digest(8), at + len(data)
+        chain = blake3(chain + data).digest(8)
+        at = at + len(data)
         keys.append(int.from_bytes(chain, "little"))
         ends.append(at)
     if len(keys) > MAX_BOUNDARIES:
         half = MAX_BOUNDARIES // 2
-        keys, ends = keys[:half] + keys[-half:], ends[:half] + ends[-half:]
+        keys = keys[:half] + keys[-half:]
+        ends = ends[:half] + ends[-half:]
     return Prefixes(tuple(keys), tuple(ends), response_key(before) if isinstance(before, str) else None)
 
 

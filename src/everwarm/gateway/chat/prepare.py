@@ -14,22 +14,22 @@ from typing import Any
 
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat.canonicalize import Canonical, canonical
+from everwarm.gateway.chat.canonicalize import canonical
 from everwarm.gateway.chat.chat_template import ChatTemplate, Continues, in_known_roles
 from everwarm.gateway.chat.content import MARKER_PART, breakpoint_in
 from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.rewrite.rules import Rules, rewritten
+from everwarm.gateway.rewrite.rules import Rewritten, Rules, rewritten
 from everwarm.types import Json
 
-ImageMarker = Callable[[Json], str]  # the text that stands for an image, given its content part
+ImageMarker = Callable[[Json], str]  # the text that stands for an image or a sound, given its content part
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
     """A prompt, and what it was rendered from."""
 
-    text: str  # with a marker in the place of every image
+    text: str  # with a marker in the place of every image and sound
     hints: CutHints  # in characters of the text
     add_special: bool  # whether the tokenizer adds BOS
     messages: list[Json]  # as the template got them
@@ -62,10 +62,10 @@ def prepare_chat(
     changed = rewritten(body.messages, rules)
     written = restored(changed.messages, remembered)
     options: Json = {"adds_bos": adds_bos, "canonicalise": canonicalise, "rewritten_by": changed.rules}
-    if written.n_replies:
+    n_restored = sum(one is not other and one != other for one, other in zip(written, changed.messages, strict=True))
+    if n_restored:
         try:
-            found = _prepared(body, written.messages, template, marker, **options)
-            return replace(found, n_restored=written.n_replies)
+            return replace(_prepared(body, written, template, marker, **options), n_restored=n_restored)
         except BadRequest:
             pass  # if the template refuses only what is remembered, the client's own messages stand
     return _prepared(body, changed.messages, template, marker, **options)
@@ -81,20 +81,21 @@ def _prepared(
     canonicalise: bool,
     rewritten_by: tuple[str, ...],
 ) -> PreparedChat:
-    cleaned = canonical(sent) if canonicalise else Canonical(sent)
+    cleaned = canonical(sent) if canonicalise else Rewritten(sent)
     messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
     options = {**_template_options(body), "continues": continued_part(body)}
     rendered = template.conversation(messages, **options)
     bos = template.bos if adds_bos and rendered.text.startswith(template.bos) else ""
     add_special = adds_bos and not bos
-    made = PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.removed)
+    made = PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.rules)
     return replace(made, rewritten=rewritten_by)
 
 
 def _require_sound(messages: list[Json]) -> None:
     """Refuses messages that no template could show."""
     for i, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
+        role = message.get("role")
+        content = message.get("content")
         if not isinstance(role, str):
             raise BadRequest(f"message {i} has no role: give system, user, assistant or tool")
         if not isinstance(content, str | list | None):
@@ -106,7 +107,8 @@ def _require_sound(messages: list[Json]) -> None:
 
 def continued_part(body: ChatBody) -> Continues:
     """Which part of the last message the reply goes on with; None: the reply is a message of its own."""
-    asked, last = body.continue_final_message, body.messages[-1]
+    asked = body.continue_final_message
+    last = body.messages[-1]
     if asked and body.add_generation_prompt is not False:
         raise BadRequest("add_generation_prompt and continue_final_message cannot both be true")
     if last.get("role") != "assistant":
@@ -137,11 +139,11 @@ def _with_markers(messages: list[Json], marker: ImageMarker) -> tuple[list[Json]
 
 def _as_text(part: Any, marker: ImageMarker, images: list[Json]) -> Any:
     kind = part.get("type", "text") if isinstance(part, dict) else "text"
-    if kind in ("image_url", "input_image"):
+    if kind in ("image_url", "input_image", "input_audio"):
         images.append(part)
         return {**breakpoint_in(part), "type": MARKER_PART, "text": marker(part)}
     if kind not in ("text", "input_text", "refusal"):
-        raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text or image_url")
+        raise BadRequest(f"content of type {str(kind)[:40]!r} cannot be used: send text, image_url or input_audio")
     return part
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -58,21 +57,14 @@ class RememberedReply(msgspec.Struct, frozen=True):
 Remembered = Mapping[int, Sequence[RememberedReply]]  # by the place of a message: what it may be
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredMessages:
-    messages: list[Json]
-    n_replies: int = 0  # messages that were written otherwise than the model wrote them
-
-
-def restored(messages: Sequence[Json], remembered: Remembered) -> RestoredMessages:
+def restored(messages: Sequence[Json], remembered: Remembered) -> list[Json]:
     """The messages as the model wrote them. The last one is never changed: a client may want it continued."""
     changed = {
         i: _as_written(messages[i], replies)
         for i, replies in remembered.items()
         if 0 <= i < len(messages) - 1 and replies
     }
-    n_replies = sum(message != messages[i] for i, message in changed.items())
-    return RestoredMessages([changed.get(i, message) for i, message in enumerate(messages)], n_replies)
+    return [changed.get(i, message) for i, message in enumerate(messages)]
 
 
 def _as_written(message: Json, replies: Sequence[RememberedReply]) -> Json:

@@ -59,7 +59,8 @@ def in_tools(text: str, marked: Tools | None, plain: Tools | None, render: Calla
     """The ends of the tools with a breakpoint in ``marked``: what prompts with no later tools, or with others, share."""
     ends = set()
     for n in breakpoints_of_tools(marked)[-MAX_BREAKPOINTS:]:
-        before, after = list(plain or ())[:n], list(plain or ())[n:]
+        before = list(plain or ())[:n]
+        after = list(plain or ())[n:]
         texts = [render([*before, _other(before[-1]), *after]), render(before) if after else None]
         shared = [common_prefix(text, other) for other in texts if other is not None]
         ends.add(min(shared, default=0))
@@ -309,7 +310,8 @@ def _turns(messages: Sequence[Message]) -> list[list[list[int]]]:
 
 
 def _kind(message: Message) -> tuple[Any, ...]:
-    content, calls = message.get("content"), message.get("tool_calls")
+    content = message.get("content")
+    calls = message.get("tool_calls")
     kinds: Any = _kind_of_text(content)
     if isinstance(content, list):
         kinds = tuple(_kind_of_text(part.get("text") if isinstance(part, dict) else part) for part in content)

@@ -30,7 +30,8 @@ class Thinking:
 
     def begun_reply(self, generation_prompt: str, reply: Message, *, with_content: bool) -> str:
         """The end of a prompt in which this reply is begun; without its content, its thinking goes on."""
-        content, thought = reply.get("content"), reply.get("reasoning_content") or ""
+        content = reply.get("content")
+        thought = reply.get("reasoning_content") or ""
         head, found, _ = generation_prompt.partition(self.opening) if self.opening else (generation_prompt, "", "")
         if not found and self.opening:
             head = generation_prompt.partition(self.opening.strip())[0]
@@ -38,7 +39,8 @@ class Thinking:
             return head + self.opening + thought
         thinking = self.opening + thought + self.closing if self.opening else ""
         if self.nothing and not (thought and self.opening):
-            head, thinking = head.removesuffix(self.nothing), self.nothing
+            head = head.removesuffix(self.nothing)
+            thinking = self.nothing
         return head + thinking + text_of_reply(content)
 
 
@@ -74,7 +76,8 @@ def _with_thinking_blocks(messages: list[Message]) -> list[Message]:
 
 
 def _as_blocks(message: Message) -> Message:
-    thinking, content = message.get("reasoning_content"), message["content"]
+    thinking = message.get("reasoning_content")
+    content = message["content"]
     blocks = [{"type": "thinking", "thinking": thinking}] if isinstance(thinking, str) else []
     blocks += [{"type": "text", "text": content}] if isinstance(content, str) else content
     return {**{k: v for k, v in message.items() if k != "reasoning_content"}, "content": blocks}
@@ -179,7 +182,8 @@ def _has(*texts: str, without: Sequence[str] = ()) -> Callable[[str], bool]:
 
 _THINK = Thinking("<think>", "</think>")
 _THINK_V4 = Thinking("<think>", "</think>", nothing="</think>")
-_GEMMA_4, _GEMMA_4_TURN = Thinking("<|channel>thought\n", "<channel|>"), ("<turn|>\n", "<|turn>model\n")
+_GEMMA_4 = Thinking("<|channel>thought\n", "<channel|>")
+_GEMMA_4_TURN = ("<turn|>\n", "<|turn>model\n")
 _FAMILIES: tuple[tuple[Callable[[str], bool], Family], ...] = (
     (
         _has("[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[ARGS]", without=["[CALL_ID]"]),

@@ -42,7 +42,9 @@ _COUNTER = (
     r"(?i:\b(?:turn|step|message|request|iteration|attempt|run|day|build|tokens?|usage|used|left|remaining|count|budget)\b"
     r"[:=#]? {0,2})(?=#?\d)|\b(?=\d{1,7}%? (?:\w{1,12} ){0,2}(?:left|used|remaining|tokens)\b)"
 )
-_VALUES, _LABELS, _COUNTERS = re.compile(f"{_DATE}|{_TIME}|{_ID}"), re.compile(_LABEL), re.compile(_COUNTER)
+_VALUES = re.compile(f"{_DATE}|{_TIME}|{_ID}")
+_LABELS = re.compile(_LABEL)
+_COUNTERS = re.compile(_COUNTER)
 _HAS_VALUE, _HAS_LABEL = re.compile(r"\d|day,"), re.compile(r"[:=>]|branch|HEAD")  # quick: most lines have neither
 MAX_VALUES, MAX_LABELS, MAX_COUNTERS = 6, 4, 3  # of one text: a few false ones must not use up the places of others
 _FILES = re.compile(r"\n(?=(?:==> |=== |--- |\*\*\* |diff |# File|## |### |<file|<document|```))")
@@ -51,7 +53,9 @@ _ELEMENTS = re.compile(r"\n\n|[}\]],\s?(?=[{\[\n])")
 
 def volatile_places(text: str) -> list[int]:
     """Where volatile text begins: at a value that shows what it is, or behind a label."""
-    values, labels, counters = list[int](), list[int](), list[int]()
+    values = list[int]()
+    labels = list[int]()
+    counters = list[int]()
     at = 0
     for line in text[:MAX_HEAD].splitlines(keepends=True):
         if _HAS_VALUE.search(line):

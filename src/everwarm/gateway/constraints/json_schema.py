@@ -107,7 +107,9 @@ def _inside(value: Json | list[Any]) -> list[Any]:
 
 
 def _require_known_type(named: Any) -> None:
-    for name in named if isinstance(named, list) else [] if named is None else [named]:
+    if named is None:
+        return
+    for name in named if isinstance(named, list) else [named]:
         if name not in _TYPE_NAMES:
             known = ", ".join(sorted(_TYPE_NAMES))
             raise BadRequest(f"the schema names the type {str(name)[:40]!r}; JSON has {known}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everwarm.config import MAX_CONSTRAINT_CHARS, Constraint, Thought, require
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import answer_schema
-from everwarm.gateway.constraints.tool_grammar import CallRules, call_rules
+from everwarm.gateway.constraints.tool_grammar import call_constraint
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import ModelSyntax
 from everwarm.gateway.parsing.reasoning import Begins
@@ -26,22 +27,20 @@ def completion_constraint(body: CompletionBody) -> Constraint | None:
 
 def chat_constraint(body: ChatBody, syntax: ModelSyntax, prompt: str) -> Constraint | None:
     """The constraint of the body, which holds after the model's thinking. ``syntax`` and ``prompt`` give its form."""
-    constraint, forced = _given_constraint(body), forced_tools(body.tool_choice, body.tools)
+    constraint = _given_constraint(body)
+    forced = forced_tools(body.tool_choice, body.tools)
     if constraint is None and forced is None:
         return None
     thought = _thought(syntax, prompt)
     if forced is not None:
         if constraint is not None and constraint.kind != "json_schema":
             raise BadRequest("tool_choice forces a call and grammar forces something else; give one of them")
-        return _lark(_calls(body, syntax, forced), "calls", thought)
+        return replace(_calls(body, syntax, forced, "calls"), thought=thought)
     assert constraint is not None
     if constraint.kind == "json_schema" and body.tools and body.tool_choice != "none" and syntax.tools:
-        return _lark(_calls(body, syntax, body.tools), f"calls | answer\nanswer: %json {constraint.text}", thought)
+        start = f"calls | answer\nanswer: %json {constraint.text}"
+        return replace(_calls(body, syntax, body.tools, start), thought=thought)
     return Constraint(constraint.kind, constraint.text, thought=thought)
-
-
-def _lark(rules: CallRules, start: str, thought: Thought | None) -> Constraint:
-    return Constraint("lark", f"start: {start}\n{rules.text}", rules.tags, thought)
 
 
 def _thought(syntax: ModelSyntax, prompt: str) -> Thought | None:
@@ -100,11 +99,11 @@ def _response_format(format: Mapping[str, Any]) -> Constraint | None:
 # calls
 
 
-def _calls(body: ChatBody, syntax: ModelSyntax, tools: Tools) -> CallRules:
+def _calls(body: ChatBody, syntax: ModelSyntax, tools: Tools, start: str) -> Constraint:
     format = syntax.tools
     if format is None:
         raise BadRequest("this model's chat template has no known tool call format, so a call cannot be forced")
-    return call_rules(format, syntax.template, tools, many=body.parallel_tool_calls is not False)
+    return call_constraint(format, syntax.template, tools, start, many=body.parallel_tool_calls is not False)
 
 
 def forced_tools(choice: str | Mapping[str, Any] | None, tools: Tools | None) -> Tools | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everwarm.config import MAX_CONSTRAINT_CHARS
+from everwarm.config import MAX_CONSTRAINT_CHARS, Constraint
 from everwarm.errors import BadRequest
 from everwarm.gateway.constraints.json_schema import referred, value_schema
 from everwarm.gateway.parsing.tool_parser import kinds_of, name_and_schema
@@ -30,23 +30,19 @@ _SAY_MORE = ("$ref", "allOf", "anyOf", "oneOf")
 _TEXT_RULE = 'text[suffix="</parameter>"]: /(?s:.)*/'
 
 
-@dataclass(frozen=True, slots=True)
-class CallRules:
-    """Lark rules of which the first is ``calls``, and the tags they use."""
-
-    text: str
-    tags: tuple[str, ...]
-
-
-def call_rules(format: str, template: str, tools: Sequence[Mapping[str, Any]], *, many: bool) -> CallRules:
-    """Calls of these tools, one or (``many``) more, as the format of that name spells them."""
+def call_constraint(
+    format: str, template: str, tools: Sequence[Mapping[str, Any]], start: str = "calls", *, many: bool
+) -> Constraint:
+    """Calls of these tools, one or (``many``) more, as the format of that name spells them. ``start``: what a reply is, of
+    which ``calls`` is a part."""
     write = _WRITERS[format]
     rules = _Rules()
     calls = [write(rules, *tool) for tool in _told(tools)]
     frame = _FRAMES["granite"] if format == "hermes" and "<tool_call>" not in template else _FRAMES[format]
     more = f"({frame.between} {frame.one}){{0,{MAX_CALLS - 1}}}" if many else ""
     first = f"calls: {frame.before} {frame.one} {more} {frame.after}"
-    return CallRules("\n".join((first, *frame.rules, f"call: {' | '.join(calls)}", *rules.lines)), frame.tags)
+    lines = (f"start: {start}", first, *frame.rules, f"call: {' | '.join(calls)}", *rules.lines)
+    return Constraint("lark", "\n".join(lines), frame.tags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,8 @@ def _q(text: str) -> str:
     return json.dumps(text)
 
 
-_NEWLINE, _PARAMETER_ENDS = _q("\n"), _q("\n</parameter>")
+_NEWLINE = _q("\n")
+_PARAMETER_ENDS = _q("\n</parameter>")
 _GAP = (r"GAP: /[ \n]{0,8}/",)
 _ONE = (f"one: tag_0 {_NEWLINE} call {_NEWLINE} tag_1",)
 _FRAMES = {
@@ -264,7 +261,8 @@ def _length(value: Any) -> int | None:
 
 def _searched(pattern: str) -> str | None:
     """A pattern that may match anywhere as one that matches a whole text; None if that cannot be decided."""
-    begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    begins = pattern.startswith("^")
+    ends = pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[begins : len(pattern) - ends]
     if "^" in re.sub(r"\[\^", "", inner) or "$" in inner or ("|" in inner and (begins or ends)):
         return None

@@ -64,23 +64,15 @@ class _TextPart(msgspec.Struct, frozen=True):
     type: Literal["text"] = "text"
 
 
-class _Parts(msgspec.Struct, frozen=True):
-    content: list[_TextPart]
-
-
-class _Prompt(msgspec.Struct, frozen=True):
-    prompt_string: str
-
-
 def _one(given: Any) -> Input:
     """A text, tokens, or llama-server's objects with a text in them."""
     try:
         if isinstance(given, dict):
             if "content" in given:
-                return "".join(part.text for part in msgspec.convert(given, _Parts).content)
+                return "".join(part.text for part in msgspec.convert(given["content"], list[_TextPart]))
             if given.get("multimodal_data"):
-                raise NotSupported("there are no embeddings of pictures: leave multimodal_data out")
-            return msgspec.convert(given, _Prompt).prompt_string
+                raise NotSupported("there are no embeddings of images: leave multimodal_data out")
+            return msgspec.convert(given.get("prompt_string"), str)
         return msgspec.convert(given, str | Annotated[list[TokenId | str], Meta(max_length=1 << 20)])
     except msgspec.ValidationError as error:
         raise BadRequest(f"an input cannot be used: {str(error)[:200]}; give a text or a list of tokens") from None

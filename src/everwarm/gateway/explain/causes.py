@@ -46,14 +46,16 @@ def _mode(body: Json) -> Any:
 
 
 def _of_tools(first: Json, second: Json) -> Iterator[str]:
-    old, new = first.get("tools") or [], second.get("tools") or []
+    old = first.get("tools") or []
+    new = second.get("tools") or []
     if old == new or not isinstance(old, list) or not isinstance(new, list):
         return
     if sorted(map(_canonical, old)) == sorted(map(_canonical, new)):
         yield "the same tools in another order: templates write them first, so keep their order"
         return
     names = [_tool_name(tool) for tool in old], [_tool_name(tool) for tool in new]
-    gone, come = [n for n in names[0] if n not in names[1]], [n for n in names[1] if n not in names[0]]
+    gone = [n for n in names[0] if n not in names[1]]
+    come = [n for n in names[1] if n not in names[0]]
     what = "; ".join(f"{word}: {', '.join(some[:5])}" for word, some in (("gone", gone), ("new", come)) if some)
     yield f"another list of tools ({what or 'the same names, other descriptions or parameters'}); templates write it first"
 
@@ -89,7 +91,8 @@ def _of_messages(first: Json, second: Json) -> Iterator[str]:
 def _of_message(a: Json, b: Json) -> Iterator[str]:
     if b.get("role") in _SYSTEM:
         yield "another system prompt: everything after it is read again"
-    old, new = _text(a.get("content")), _text(b.get("content"))
+    old = _text(a.get("content"))
+    new = _text(b.get("content"))
     if old != new:
         if "".join(old.split()) == "".join(new.split()):
             yield "only white space differs"

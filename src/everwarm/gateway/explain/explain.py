@@ -50,12 +50,7 @@ class PromptSource:
     rules: Rules = ()  # of ``serve --rewrite``
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedRequest:
-    """A request body from a file."""
-
-    body: ChatBody | CompletionBody
-    raw: Json
+RequestFile = tuple[ChatBody | CompletionBody, Json]  # a request body, and the same as it was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ class Explained:
     hints: list[str]
 
 
-def read_file(path: Path) -> ExplainedRequest:
+def read_file(path: Path) -> RequestFile:
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -82,22 +77,25 @@ def read_file(path: Path) -> ExplainedRequest:
     if not isinstance(raw, dict) or not {"messages", "prompt"} & raw.keys():
         raise BadRequest(f"{path} is not a request body: it has neither messages (chat) nor prompt (completion)")
     try:
-        return ExplainedRequest(read(data, ChatBody) if "messages" in raw else read(data, CompletionBody), raw)
+        return (read(data, ChatBody) if "messages" in raw else read(data, CompletionBody)), raw
     except BadRequest as error:
         raise BadRequest(f"{path}: {error}") from None
 
 
-def explained(first: ExplainedRequest, second: ExplainedRequest, source: PromptSource) -> Explained:
+def explained(first: RequestFile, second: RequestFile, source: PromptSource) -> Explained:
     """What a server that has read the first prompt reuses and reads of the second."""
-    sides = prompt_side(first.body, source), prompt_side(second.body, source)
-    same = (first.body.cache_salt or "") == (second.body.cache_salt or "")
-    found = compare(*sides, source.spacing, same_namespace=same, use_cache=second.body.uses_cache)
+    body, raw = first
+    next_body, next_raw = second
+    sides = prompt_side(body, source), prompt_side(next_body, source)
+    same = (body.cache_salt or "") == (next_body.cache_salt or "")
+    found = compare(*sides, source.spacing, same_namespace=same, use_cache=next_body.uses_cache)
     n_common = int(sides[0].prompt.common_prefix(sides[1].prompt))
     one, other = sides[0].prompt, sides[1].prompt
-    start, stop = max(0, n_common - N_SHOWN), n_common + N_SHOWN
+    start = max(0, n_common - N_SHOWN)
+    stop = n_common + N_SHOWN
     around = (other.part(start, n_common), one.part(n_common, stop), other.part(n_common, stop))
     before, known, given = (source.detokenize(part.codes.tolist()).decode("utf-8", "replace") for part in around)
-    causes = hints(first.raw, second.raw, before=before, known=known, given=given)
+    causes = hints(raw, next_raw, before=before, known=known, given=given)
     return Explained(found, before, known, given, causes)
 
 
@@ -129,7 +127,7 @@ def _chat_side(body: ChatBody, source: PromptSource) -> Side:
 def _image_name(part: Json) -> str:
     """A placeholder for an image: the same image has the same name."""
     digest = hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:12]
-    return f"[picture {digest}]"
+    return f"[image {digest}]"
 
 
 class ServerVocab:
@@ -170,8 +168,10 @@ def source_of(url: str, api_key: str | None, model: str | None) -> PromptSource:
     props = vocab.props()
     try:
         text, bos, eos = (str(props.get(name) or "") for name in ("chat_template", "bos_token", "eos_token"))
-        every, most = int(props["checkpoint_every"]), int(props["max_checkpoints"])
-        kind, adds_bos = str(props["memory_kind"]), bool(props["adds_bos"])
+        every = int(props["checkpoint_every"])
+        most = int(props["max_checkpoints"])
+        kind = str(props["memory_kind"])
+        adds_bos = bool(props["adds_bos"])
     except (KeyError, TypeError, ValueError):
         raise EverwarmError(
             f"{url} does not report its checkpoint settings; is it an Everwarm of this version?"

@@ -54,7 +54,9 @@ def compare(
     kept = () if spacing is None else _kept(first, spacing)
     most = min(n_common, len(second.prompt) - 1) if use_cache else 0
     resume = max((cut for cut in kept if cut.at <= most), key=lambda cut: cut.at, default=None)
-    n_resume = most if spacing is None else 0 if resume is None else resume.at
+    n_resume = most
+    if spacing is not None:
+        n_resume = 0 if resume is None else resume.at
     if kept and use_cache and n_common == len(first.prompt) == len(second.prompt):
         resume, n_resume = None, n_common  # the end is kept, too, with its logits
     again = None

@@ -299,7 +299,8 @@ class Connection(HttpToolsProtocol):
 
     def _body_is_late(self) -> None:
         """Refuses a body that is too slow, unless reading is paused on our side."""
-        limit_s, n_new = self.limits.client_timeout_s, self._n_body - self._n_body_before
+        limit_s = self.limits.client_timeout_s
+        n_new = self._n_body - self._n_body_before
         self._n_body_before = self._n_body
         if self.flow.read_paused or n_new >= MIN_BODY_BYTES:
             return self._await_client(limit_s, self._body_is_late)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everwarm.errors import EverwarmError, PromptTooLong, Refused, ThreadUnsupported
+from everwarm.errors import THREAD_UNSUPPORTED, EverwarmError, PromptTooLong, Refused
 from everwarm.types import Json
 
 OLLAMA = "/api/"
@@ -82,6 +82,6 @@ def _anthropic(error: EverwarmError, request_id: str) -> Json:
     if isinstance(error, Refused) and error.n_prompt is not None and error.code == PromptTooLong.code:
         message = f"prompt is too long: {error.n_prompt} tokens > {error.n_context} maximum ({message})"
     about: Json = {"type": _ANTHROPIC_TYPES.get(error.status, default), "message": message}
-    if isinstance(error, ThreadUnsupported):
+    if error.code == THREAD_UNSUPPORTED:
         about["details"] = {"error_code": error.code}
     return {"type": "error", "error": about, "request_id": request_id}

@@ -42,7 +42,7 @@ def check_weight(data: Data) -> None:
             raise BadRequest(
                 f"the body of {len(data):,} bytes is more than is parsed at once: its first {n_read:,} bytes have "
                 f"{weight.n_containers:,} objects and arrays, {weight.n_keys:,} keys, {weight.n_commas:,} commas and "
-                f"{weight.n_text_bytes:,} bytes that are no picture, and weigh {weight.total:,}; at most {MAX_WEIGHT:,} may"
+                f"{weight.n_text_bytes:,} bytes that are no image, and weigh {weight.total:,}; at most {MAX_WEIGHT:,} may"
             )
 
 
@@ -67,7 +67,9 @@ def weights(data: Data) -> Iterator[Weight]:
         if _LONG_NUMBER.search(outside.tobytes()):
             raise BadRequest(f"a number in the body has more than {MAX_DIGITS} digits")
         n = np.bincount(outside, minlength=256)
-        containers, keys, commas = n[ord("{")] + n[ord("[")], n[ord(":")], n[ord(",")]
+        containers = n[ord("{")] + n[ord("[")]
+        keys = n[ord(":")]
+        commas = n[ord(",")]
         yield Weight(len(part) - n_base64, n_base64, int(containers), int(keys), int(commas))
 
 

@@ -12,7 +12,6 @@ import gc
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 
 INTERVAL_S = 0.1  # each look wakes this process, also between two tokens of a reply
 SWITCH_S = 0.001
@@ -26,27 +25,20 @@ def favour_the_loop() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-@dataclass(frozen=True, slots=True)
-class Lag:
-    """``busy_s``: the part of ``wall_s`` in which this process was computing; in the rest it waited for a processor."""
-
-    wall_s: float = 0.0
-    busy_s: float = 0.0
-
-
 class LoopLag:
-    """Calls ``observe`` with every measured lag, in seconds."""
+    """Calls ``observe`` with every measured lag, in seconds. ``most_s``: the longest since ``forget_most``;
+    ``most_busy_s``: the same of the part in which this process was computing; in the rest it waited for a processor."""
 
     def __init__(self, observe: Callable[[float], None]) -> None:
         self._observe = observe
-        self._most = Lag()
+        self.most_s = 0.0
+        self.most_busy_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due = self._cpu = 0.0
 
-    def take_most(self) -> Lag:
-        """The longest lags since the last call."""
-        most, self._most = self._most, Lag()
-        return most
+    def forget_most(self) -> None:
+        self.most_s = 0.0
+        self.most_busy_s = 0.0
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -64,6 +56,7 @@ class LoopLag:
     def _measure(self) -> None:
         late_s = max(0.0, time.monotonic() - self._due)
         busy_s = min(late_s, time.process_time() - self._cpu)
-        self._most = Lag(max(self._most.wall_s, late_s), max(self._most.busy_s, busy_s))
+        self.most_s = max(self.most_s, late_s)
+        self.most_busy_s = max(self.most_busy_s, busy_s)
         self._observe(late_s)
         self._set_timer()

@@ -86,7 +86,8 @@ class BodyReader:
                 del self._n_bytes[client]
 
     def _check(self, client: str, n_more: int) -> None:
-        own, total = self._n_bytes[client] + n_more, self.n_bytes + n_more
+        own = self._n_bytes[client] + n_more
+        total = self.n_bytes + n_more
         if total > self._budget_bytes:
             raise Overloaded(f"bodies of {self.n_bytes:,} bytes are being read already; try again later")
         if own > self._budget_bytes // 2:
@@ -96,7 +97,9 @@ class BodyReader:
         """The body in pieces, each but the last of ``_PIECE_BYTES`` or more: a growing buffer is copied many times."""
         length = request.headers.get("content-length", "0")
         n_announced = int(length) if length.isascii() and length.isdigit() else 0
-        pieces, n_bytes, began = [bytearray()], 0, asyncio.get_running_loop().time()
+        pieces = [bytearray()]
+        n_bytes = 0
+        began = asyncio.get_running_loop().time()
         count(0, n_announced)
         try:
             async with asyncio.timeout(self._first_s) as patience:

@@ -94,8 +94,11 @@ def _recording(place: Place, send: Send) -> Send:
     """A ``send`` that records in the place for how long the client has not read."""
 
     async def recorded(message: Message) -> None:
-        with place.sending():
+        place.note_sending()
+        try:
             await send(message)
+        finally:
+            place.note_sent()
 
     return recorded
 

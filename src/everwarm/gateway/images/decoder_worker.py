@@ -1,27 +1,20 @@
 """The process that decodes images: ``python -m everwarm.gateway.images.decoder_worker BOUNDS LIFELINE``.
 
-Standard input is a socket: a length and an encoded image come in; a length, a head (JSON) and RGB rows go out. The head
-gives the size, or says what is wrong. An exploited decoder is confined to this process, which has little memory and CPU
-time, no access to files and no secrets. Knows Pillow; imports nothing of Everwarm, so that little is in its memory.
+Encoded images come in, and RGB rows go out; the head before them gives the size, or says what is wrong. An exploited
+decoder is confined to this process. Knows Pillow; imports nothing else of Everwarm, so that little is in its memory.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import importlib
 import io
-import json
-import os
-import resource
-import signal
 import socket
-import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from PIL import Image, ImageChops, PngImagePlugin, UnidentifiedImageError
+
+from everwarm.confined_process import Bounds, Unusable, say, serve
 
 WHITE = (255, 255, 255)
 WANTED = "send a PNG, JPEG, WebP or GIF"
@@ -48,21 +41,8 @@ _TURNS = {
 }
 
 
-class Unusable(Exception):
-    """An image that is refused, with a message for the client."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    max_pixels: int
-    max_side: int
-    memory_bytes: int
-    cpu_s: int  # for one image
-
-
 def main() -> None:
-    bounds = Bounds(**json.loads(sys.argv[1]))
-    die_with_parent(int(sys.argv[2]))
+    bounds = Bounds.of_this_process()
     warnings.simplefilter("ignore")
     Image.MAX_IMAGE_PIXELS = None  # sizes are checked here, with better messages
     PngImagePlugin.MAX_TEXT_CHUNK = (
@@ -71,72 +51,7 @@ def main() -> None:
     Image.preinit()
     for name in _PILLOW:
         importlib.import_module(f"PIL.{name}")
-    confine(bounds)
-    with socket.socket(fileno=0) as wire:
-        say(wire, {"ready": True})
-        while (data := _received(wire)) is not None:
-            allow_cpu(bounds.cpu_s)
-            answer(wire, data, bounds)
-            del data
-
-
-# the process
-
-
-def die_with_parent(lifeline: int) -> None:
-    """The kernel kills this process when the parent ends, however it ends, because that closes the other end of this pipe:
-    also inside a decoder, and even when this process is stopped."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    if sys.platform == "linux":
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)  # the default is SIGIO, which also ends it
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
-    with contextlib.suppress(BlockingIOError):
-        os.read(lifeline, 1)  # end of file: it was closed before F_SETFL
-        os._exit(1)
-
-
-def confine(bounds: Bounds) -> None:
-    """Limits memory; forbids new files, sockets and processes, writes to disk and output to stderr."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    os.close(nowhere)
-    limits = {
-        resource.RLIMIT_AS: bounds.memory_bytes,
-        resource.RLIMIT_DATA: bounds.memory_bytes,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_NPROC: 0,
-        resource.RLIMIT_NOFILE: 0,
-    }
-    for which, most in limits.items():
-        _, hard = resource.getrlimit(which)
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(which, (most, most))
-
-
-def allow_cpu(cpu_s: int) -> None:
-    """The limit counts from the start of the process, so it is raised for every image. The kernel enforces it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
-
-
-# the wire
-
-
-def say(wire: socket.socket, head: dict[str, object]) -> None:
-    data = json.dumps(head).encode()
-    wire.sendall(len(data).to_bytes(4, "big") + data)
-
-
-def _received(wire: socket.socket) -> bytes | None:
-    head = wire.recv(4, socket.MSG_WAITALL)
-    n_bytes = int.from_bytes(head, "big")
-    if len(head) < 4:
-        return None
-    data = wire.recv(n_bytes, socket.MSG_WAITALL) if n_bytes else b""
-    return data if len(data) == n_bytes else None
+    serve(answer, bounds)
 
 
 def answer(wire: socket.socket, data: bytes, bounds: Bounds) -> None:
@@ -147,7 +62,7 @@ def answer(wire: socket.socket, data: bytes, bounds: Bounds) -> None:
     except Unusable as wrong:
         return say(wire, {"wrong": str(wrong)})
     except MemoryError:
-        return say(wire, {"wrong": f"it needs more memory than a picture may take: {WANTED} of fewer pixels"})
+        return say(wire, {"wrong": f"it needs more memory than an image may take: {WANTED} of fewer pixels"})
     except Exception as error:  # noqa: BLE001 - every exception of a decoder means a bad image
         return say(wire, {"wrong": f"it is damaged ({_description(error)}): save it again, or {WANTED}"})
     say(wire, {"width": width, "height": height})
@@ -191,7 +106,7 @@ def kind_of(data: bytes) -> str:
     other = next((name for beginning, name in _OTHERS.items() if data.startswith(beginning)), None)
     if data[4:8] == b"ftyp":
         other = _BRANDS.get(data[8:12], "a film")
-    raise Unusable(f"it is {other}: {WANTED}" if other else f"it is no picture of a known kind: {WANTED}")
+    raise Unusable(f"it is {other}: {WANTED}" if other else f"it is no image of a known kind: {WANTED}")
 
 
 def _webp_size(data: bytes) -> tuple[int, int]:

@@ -29,7 +29,7 @@ _MAX_HEADERS = 64 << 10  # bytes before the body
 _READ_BYTES = 64 << 10
 _N_ADDRESSES = 3  # that are tried
 _N_RESOLVING = 4
-_INSTEAD = "send the picture itself, as data:image/png;base64,…"
+_INSTEAD = "send the image itself, as data:image/png;base64,…"
 
 _HOST = r"(?P<host>[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?|\[[0-9a-f:.]{2,45}\])"
 _PORT = r"(?::(?P<port>[0-9]{1,5}))?"
@@ -71,7 +71,7 @@ class RemotePolicy:
     https_only: bool = True
 
     def __post_init__(self) -> None:
-        require(bool(self.allowed_hosts), "no host is allowed for pictures: name one, or leave fetching off")
+        require(bool(self.allowed_hosts), "no host is allowed for images: name one, or leave fetching off")
         for name in self.allowed_hosts:
             found = _NAME.fullmatch(name)
             right = (
@@ -79,9 +79,9 @@ class RemotePolicy:
                 and _is_host(found["host"])
                 and (not found["port"] or 0 < int(found["port"]) < 1 << 16)
             )
-            require(right, f"{name!r} cannot be allowed for pictures; give a name in lower case, like img.example.com")
-        require(self.max_bytes >= 1024, f"max_bytes of remote pictures is {self.max_bytes}; give at least 1024")
-        require(self.timeout_s > 0, f"timeout_s of remote pictures is {self.timeout_s}; give more than 0")
+            require(right, f"{name!r} cannot be allowed for images; give a name in lower case, like img.example.com")
+        require(self.max_bytes >= 1024, f"max_bytes of remote images is {self.max_bytes}; give at least 1024")
+        require(self.timeout_s > 0, f"timeout_s of remote images is {self.timeout_s}; give more than 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ class ImageDownloader:
 
     def _check_allowed(self, address: Address) -> None:
         if self.policy.https_only and address.scheme != "https":
-            raise BadRequest(f"pictures are fetched by https only: give an https address, or {_INSTEAD}")
+            raise BadRequest(f"images are fetched by https only: give an https address, or {_INSTEAD}")
         if not {address.authority, address.with_port} & set(self.policy.allowed_hosts):
-            raise BadRequest(f"pictures are not fetched from {address.authority[:80]!r}, it is not allowed: {_INSTEAD}")
+            raise BadRequest(f"images are not fetched from {address.authority[:80]!r}, it is not allowed: {_INSTEAD}")
 
     # connecting
 
@@ -307,6 +307,4 @@ def _addresses(host: str, port: int) -> list[str]:
 
 
 def _failed(address: Address, why: str) -> BadRequest:
-    return BadRequest(
-        f"the picture cannot be fetched from {address.authority[:80]}: {why}; give another, or {_INSTEAD}"
-    )
+    return BadRequest(f"the image cannot be fetched from {address.authority[:80]}: {why}; give another, or {_INSTEAD}")

@@ -52,11 +52,10 @@ class InfillBody(Body, frozen=True, kw_only=True):
             )
         return [PROJECT, FILE, SNIPPET, self.input_prefix, self.prompt, self.input_suffix, *extras]
 
-    def completion(self, prompt: InfillPrompt) -> MarkedCompletion:
-        """The completion that this is."""
+    def fields(self) -> dict[str, Any]:
+        """Those of the completion that this is, besides its prompt."""
         own = ("input_prefix", "input_suffix", "prompt", "input_extra")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
-        return prompt.completion(fields)
+        return {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,42 +75,42 @@ class InfillTokens:
         return cls(project, file, snippet, prefix, line, suffix, extras)
 
 
-@dataclass(frozen=True, slots=True)
-class InfillPrompt:
-    tokens: tuple[int, ...]
-    breakpoints: tuple[int, ...]  # where the line of the cursor begins and ends
-
-    def completion(self, fields: Mapping[str, Any]) -> MarkedCompletion:
-        """``fields``: those of the completion besides its prompt."""
-        return MarkedCompletion(**{**fields, "prompt": list(self.tokens), "breakpoints": self.breakpoints})
-
-
 def texts_around(above: str, below: str) -> list[str]:
     """What ``InfillBody.texts`` would be for a text above the cursor whose last line is that of the cursor."""
     before, newline, line = above.rpartition("\n")
     return InfillBody(input_prefix=before + newline, prompt=line, input_suffix=below).texts()
 
 
-def infill_prompt(
-    given: InfillTokens, fill: FillIn, *, n_batch: int, n_ctx: int, n_predict: int, suffix_first: bool = False
-) -> InfillPrompt:
-    """The prompt of a project's files that llama-server makes, unless the text above the cursor is longer than it takes.
-    ``n_predict``: tokens of the reply, at most; -1: any number."""
+def infill_completion(
+    given: InfillTokens,
+    fill: FillIn,
+    fields: Mapping[str, Any],
+    *,
+    n_batch: int,
+    n_ctx: int,
+    n_predict: int,
+    suffix_first: bool = False,
+) -> MarkedCompletion:
+    """With the prompt of a project's files that llama-server makes, unless the text above the cursor is longer than it
+    takes. The breakpoints are where the line of the cursor begins and ends. ``fields``: those of the completion besides its
+    prompt. ``n_predict``: tokens of the reply, at most; -1: any number."""
     n_most = 3 * (n_batch // 4)
     prefix = given.prefix[_n_dropped(len(given.prefix), n_most) :]
     suffix = given.suffix[: max(0, n_batch // 4 - 2 - len(given.line))]
     others = _others(given, fill)
     n_others = min(len(others), max(0, n_ctx - n_batch - 2 * n_predict))
     head = [*others[len(others) - n_others :], *(() if fill.bos is None else (fill.bos,))]
-    above, below = [fill.prefix, *prefix, *given.line], [fill.suffix, *suffix]
+    above = [fill.prefix, *prefix, *given.line]
+    below = [fill.suffix, *suffix]
     if suffix_first:
         head += below
         below = []
-    tokens = (*head, *above, *below, fill.middle)
+    tokens = [*head, *above, *below, fill.middle]
     n_above = len(head) + len(above)
     if len(tokens) >= n_ctx:
         raise BadRequest(f"what is to be filled in has {len(tokens)} tokens of text around it, the context {n_ctx}")
-    return InfillPrompt(tokens, tuple(sorted({n_above - len(given.line), n_above})))
+    breakpoints = tuple(sorted({n_above - len(given.line), n_above}))
+    return MarkedCompletion(**{**fields, "prompt": tokens, "breakpoints": breakpoints})
 
 
 def _n_dropped(n: int, most: int) -> int:

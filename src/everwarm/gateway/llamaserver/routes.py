@@ -29,19 +29,21 @@ from everwarm.gateway.llamaserver.encode import (
     generation_settings,
     tokenized,
 )
-from everwarm.gateway.llamaserver.infill import InfillBody, InfillPrompt, InfillTokens, infill_prompt, texts_around
+from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_completion, texts_around
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
     Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    LoraScale,
     MediaPrompt,
     Prompt,
     SlotBody,
     TokenizeBody,
     read,
 )
+from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.generate import Choice
 from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Replies
@@ -67,13 +69,20 @@ MAX_FILES_OF_A_USER = 64  # in each of its namespaces
 
 class LlamaServer:
     def __init__(
-        self, pool: Pool, gate: RequestGate, replies: Replies, preparer: RequestPreparer, settings: ServerSettings
+        self,
+        pool: Pool,
+        gate: RequestGate,
+        replies: Replies,
+        preparer: RequestPreparer,
+        settings: ServerSettings,
+        scales: AdapterScales,
     ) -> None:
         self._pool = pool
         self._gate = gate
         self._replies = replies
         self._preparer = preparer
         self._settings = settings
+        self._scales = scales
 
     def routes(self) -> list[Route]:
         return [
@@ -89,6 +98,8 @@ class LlamaServer:
             Route("/props", self.change_props, methods=["POST"]),
             Route("/slots", self.slots, methods=["GET"]),
             Route("/slots/{id}", self.slot_action, methods=["POST"]),
+            Route("/lora-adapters", self.adapters, methods=["GET"]),
+            Route("/lora-adapters", self.change_adapters, methods=["POST"]),
             *(Route(path, self.not_offered, methods=["GET", "POST"]) for path in NOT_OFFERED),
         ]
 
@@ -138,14 +149,14 @@ class LlamaServer:
 
     async def _filled(self, request: Request, body: InfillBody) -> CompletionBody:
         """The completion that fills in what is missing at the cursor."""
-        return body.completion(await self._infill_prompt(request, body, body.texts()))
+        return await self._infilled(request, body, body.texts(), body.fields())
 
     async def fill_in(self, request: Request, body: CompletionBody, below: str) -> CompletionBody:
         """For other dialects: the completion of a text that another text follows."""
-        prompt = await self._infill_prompt(request, body, texts_around(str(body.prompt), below))
-        return prompt.completion(msgspec.structs.asdict(body))
+        texts = texts_around(str(body.prompt), below)
+        return await self._infilled(request, body, texts, msgspec.structs.asdict(body))
 
-    async def _infill_prompt(self, request: Request, body: Body, given: list[str]) -> InfillPrompt:
+    async def _infilled(self, request: Request, body: Body, given: list[str], fields: Json) -> CompletionBody:
         with self._pool.lease(body.model) as lease:
             info = await (await lease.ready()).supervisor.wait_ready()
         if info.fill_in is None:
@@ -153,14 +164,29 @@ class LlamaServer:
         ask = partial(self._tokens, request, body.model, add_special=False, parse_special=False)
         texts = await asyncio.gather(*map(ask, given))
         defaults = self._settings.defaults
-        return infill_prompt(
+        return infill_completion(
             InfillTokens.of(texts),
             info.fill_in,
+            fields,
             n_batch=info.n_batch,
             n_ctx=info.n_ctx,
             n_predict=body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens),
             suffix_first=defaults.spm_infill,
         )
+
+    async def adapters(self, request: Request) -> Response:
+        """Which adapters a model has, and how much of each is used. Only admins see where the files are."""
+        spec = self._pool.look(request.query_params.get("model")).spec
+        shows_path = principal_of(request).is_admin
+        rows = zip(spec.settings.model.lora, self._scales.now(spec), strict=True)
+        shown = [(path if shows_path else Path(path).name, scale) for (path, _), scale in rows]
+        return json_response([{"id": i, "path": path, "scale": scale} for i, (path, scale) in enumerate(shown)])
+
+    async def change_adapters(self, request: Request) -> Response:
+        """The scales of all later requests that do not have their own. An adapter that is not listed gets 0."""
+        given, _ = await self._gate.bodies.read(request, lambda data: read(data or b"[]", list[LoraScale]))
+        self._scales.set(self._pool.look(request.query_params.get("model")).spec, given)
+        return json_response({"success": True})
 
     async def _all_completed(self, request: Request, body: CompletionBody, prompts: list[Prompt]) -> list[Choice]:
         """The replies to all prompts, which run at once; the error of one ends them all."""
@@ -265,7 +291,7 @@ class LlamaServer:
                 "model_alias": served.id,
                 "model_description": info.description,
                 "memory_kind": info.memory_kind,
-                "modalities": _TEXT_ONLY | {"vision": info.sees},
+                "modalities": _TEXT_ONLY | {"vision": info.sees, "audio": info.sample_rate > 0},
                 "media_marker": MEDIA_MARKER,
                 **self._endpoints,
                 "chat_template": served.spec.template or info.chat_template or "",
@@ -348,7 +374,8 @@ def _asleep(served: Served, params: Json, endpoints: Json) -> Json:
 def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:
     """The engine's fields of a slot file. The directory itself belongs to callers with the server's one key, or with none
     where it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
-    name, directory = checked_name(filename), _directory(settings)
+    name = checked_name(filename)
+    directory = _directory(settings)
     is_default = namespace == own_namespace(settings.api_key)
     where = directory if is_default else directory / namespace_folder(namespace)
     if not principal_of(request).is_admin:

@@ -55,7 +55,9 @@ def _file(spec: ModelSpec) -> ModelFile | None:
 
 
 def _entry(spec: ModelSpec, file: ModelFile | None) -> Json:
-    name, n_bytes, changed_ns = tagged(spec.id), file.n_bytes if file else 0, file.changed_ns if file else 0
+    name = tagged(spec.id)
+    n_bytes = file.n_bytes if file else 0
+    changed_ns = file.changed_ns if file else 0
     return {
         "name": name,
         "model": name,
@@ -68,7 +70,8 @@ def _entry(spec: ModelSpec, file: ModelFile | None) -> Json:
 
 def presence(standing: Standing) -> Json:
     """What the list of models in memory has beyond the list of models."""
-    info, settings = standing.supervisor.info, standing.spec.settings
+    info = standing.supervisor.info
+    settings = standing.spec.settings
     return {
         "expires_at": _STAYS.isoformat(),
         "size_vram": 0 if settings.model.n_gpu_layers == 0 or info is None else info.size_bytes,

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 
 from everwarm.errors import BadRequest, NotFound, NotSupported, Overloaded
+from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.ollama.encode import line
 from everwarm.router.catalog import hub
 from everwarm.router.pool import Pool
@@ -22,10 +23,6 @@ REPORT_S = 0.2  # between lines of progress
 AT_ONCE = 2
 MAX_PULLS = 8  # running and waiting
 SUCCESS: Json = {"status": "success"}
-
-
-class _ClientLeft(Exception):
-    """Ends a download from its progress callback."""
 
 
 class Pulls:
@@ -45,22 +42,30 @@ class Pulls:
         if self._n_pulls >= MAX_PULLS:
             raise Overloaded(f"{MAX_PULLS} models are being downloaded; try again when one is there", 30)
         self._n_pulls += 1
-        download = _Download(str(wanted))
+        is_over = threading.Event()
+        done: tuple[int, int] | None = None  # bytes done, bytes in all
+
+        def note(n_done: int, n_total: int) -> None:
+            nonlocal done
+            if is_over.is_set():
+                raise ClientGone
+            done = (n_done, n_total)
+
         try:
-            work = asyncio.get_running_loop().run_in_executor(self._threads, download.run)
+            work = asyncio.get_running_loop().run_in_executor(self._threads, hub.resolve, str(wanted), note)
             yield line({"status": "pulling manifest"})
             said = None
             while not (await asyncio.wait({work}, timeout=REPORT_S))[0]:
-                if download.done is not None and download.done != said:
-                    said = download.done
+                if done is not None and done != said:
+                    said = done
                     yield line(_progress(str(wanted), *said))
             model = work.result()
-            yield line(_progress(str(wanted), *(download.done or (model.n_bytes, model.n_bytes))))
+            yield line(_progress(str(wanted), *(done or (model.n_bytes, model.n_bytes))))
             self._pool.refresh(now=True)
             yield line(SUCCESS)
         finally:
             self._n_pulls -= 1
-            download.stop()
+            is_over.set()
 
     async def delete(self, name: str) -> None:
         """Deletes the files of a model of the Hub; a loaded one is unloaded when it is idle."""
@@ -75,26 +80,6 @@ class Pulls:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-class _Download:
-    """One download on a thread, whose progress is looked at from outside."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._is_stopped = threading.Event()
-        self.done: tuple[int, int] | None = None  # bytes done, bytes in all
-
-    def run(self) -> hub.HubModel:
-        return hub.resolve(self._name, self._note)
-
-    def _note(self, n_done: int, n_total: int) -> None:
-        if self._is_stopped.is_set():
-            raise _ClientLeft
-        self.done = (n_done, n_total)
-
-    def stop(self) -> None:
-        self._is_stopped.set()
 
 
 def _progress(name: str, n_done: int, n_total: int) -> Json:

@@ -133,7 +133,9 @@ class Ollama:
         return Response(status_code=200)
 
     async def refuse(self, request: Request) -> Response:
-        raise NotSupported(f"{request.url.path} is not offered here; models are files that the server finds")
+        raise NotSupported(
+            f"{request.url.path} is not offered here: models are files that the server finds, and it uploads none"
+        )
 
     async def _answer(self, request: Request, kind: type[OllamaRequest], reply_fields: ReplyFields) -> Response:
         body, n_bytes = await self._gate.read(request, kind)

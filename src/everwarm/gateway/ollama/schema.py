@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from everwarm.errors import BadRequest
+from everwarm.gateway.images.image_loader import part_of
 from everwarm.gateway.openai.schema import MAX_MESSAGES, MAX_TOKENIZED_CHARS, ChatBody, CompletionBody, Name
 from everwarm.types import Json
 
@@ -57,7 +58,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True):
-    """A message. ``images`` are base64."""
+    """A message. ``images`` are base64; a sound may be among them."""
 
     role: str
     content: str | None = None
@@ -216,12 +217,8 @@ def _content(message: OllamaMessage) -> str | list[Json]:
     text = message.content or ""
     if not message.images:
         return text
-    images: list[Json] = [{"type": "image_url", "image_url": {"url": _data_url(image)}} for image in message.images]
+    images: list[Json] = [part_of(image) for image in message.images]
     return [*images, {"type": "text", "text": text}] if text else images
-
-
-def _data_url(image: str) -> str:
-    return image if image[:5].lower() == "data:" else f"data:image/png;base64,{image}"
 
 
 def _call(id: str, function: Function) -> Json:

@@ -26,8 +26,10 @@ _LOWEST = -3.4e38  # JSON has no infinity
 def usage(choices: Sequence[m.Done], n: int = 1) -> Json:
     """OpenAI's accounting; ``cached_tokens`` is part of ``prompt_tokens``. ``n``: choices that share a prompt."""
     prompts = choices[::n]
-    n_prompt, n_reply = sum(done.n_prompt for done in prompts), sum(done.n_reply for done in choices)
-    n_cached, n_new = sum(done.n_cached for done in prompts), sum(map(n_written, prompts))
+    n_prompt = sum(done.n_prompt for done in prompts)
+    n_reply = sum(done.n_reply for done in choices)
+    n_cached = sum(done.n_cached for done in prompts)
+    n_new = sum(map(n_written, prompts))
     return {
         "prompt_tokens": n_prompt,
         "completion_tokens": n_reply,

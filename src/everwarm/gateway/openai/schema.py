@@ -250,7 +250,7 @@ class ChatBody(Body, frozen=True, kw_only=True):
 
 
 class MediaPrompt(msgspec.Struct, frozen=True):
-    """llama-server's prompt with pictures: each ``<__media__>`` in the text stands for the next of them, in base64."""
+    """llama-server's prompt with images and sounds: each ``<__media__>`` in the text stands for the next, in base64."""
 
     prompt_string: str
     multimodal_data: Annotated[list[str], Meta(min_length=1, max_length=256)]
@@ -290,7 +290,7 @@ class CompletionBody(Body, frozen=True, kw_only=True):
         return found
 
     def prompts(self) -> list[Prompt]:
-        """Every prompt, as text, as tokens, as tokens and texts in one list, or as text with pictures."""
+        """Every prompt, as text, as tokens, as tokens and texts in one list, or as text with images."""
         prompt: Any = self.prompt
         kinds = set(map(type, prompt)) if isinstance(prompt, list) else set()  # fast: a prompt may have 100,000 tokens
         are_many = bool(kinds & {list, dict}) or kinds == {str}
@@ -318,7 +318,8 @@ class MarkedCompletion(CompletionBody, frozen=True, kw_only=True):
 
 def _one_prompt(given: Any) -> Prompt:
     if isinstance(given, dict):
-        text, media = given.get("prompt_string"), given.get("multimodal_data")
+        text = given.get("prompt_string")
+        media = given.get("multimodal_data")
         if media:
             try:
                 return msgspec.convert(given, MediaPrompt)

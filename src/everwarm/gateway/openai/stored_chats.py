@@ -14,11 +14,10 @@ from starlette.routing import Route
 
 from everwarm.errors import NotFound
 from everwarm.gateway.access.auth import namespace_of
-from everwarm.gateway.http.pages import page_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.openai.encode import ChatEncoder
 from everwarm.gateway.openai.schema import ChatBody, StoredMetadata
-from everwarm.gateway.response_store import ResponseStore, StoredResponse
+from everwarm.gateway.response_store import ResponseStore, StoredResponse, page_of
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.types import Json
 

@@ -30,7 +30,10 @@ MAX_NAME_CHARS, MAX_KEY_CHARS = 128, 256
 _NAME = re.compile(r"[\w.:/@-]+")
 _XML_KEY = re.compile(r"[^<>\r\n]+")
 _PYTHON_KEY = re.compile(r"[-.\w]+")
-FUNCTION, _FUNCTION_END, _PARAMETER, _PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
+FUNCTION = "<function="
+_FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
 
 Section = Callable[[ToolReader, str, str], Reading[None]]
 

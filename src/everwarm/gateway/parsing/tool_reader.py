@@ -188,7 +188,10 @@ class ToolReader:
             raw = "".join(self._raw[: self._n_shown])
             self._events.append(CallEnded(self._n_begun - 1, raw, self._whole))
             self._just_ended = True
-        self._raw, self._n_shown, self.begun, self._whole = [], 0, False, False
+        self._raw = []
+        self._n_shown = 0
+        self.begun = False
+        self._whole = False
         self._emit_text("".join(held))
 
     def _emit_text(self, text: str) -> None:

@@ -24,7 +24,7 @@ def skeleton(body: ResponsesBody, id: str, model: str, created_at: int, tools: O
         "object": "response",
         "created_at": created_at,
         "status": "in_progress",
-        "background": False,
+        "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

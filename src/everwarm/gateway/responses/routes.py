@@ -1,8 +1,11 @@
-"""Routes of ``/v1/responses``: create, whole or streamed, also as the continuation of a stored response; get, delete."""
+"""Routes of ``/v1/responses``: create, whole, streamed or in the background, also as the continuation of a stored response;
+get, cancel, delete."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import re
 import secrets
 import time
@@ -17,12 +20,12 @@ from starlette.routing import Route
 from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
-from everwarm.gateway.http.pages import page_of
-from everwarm.gateway.http.sse import json_response, sse_named
+from everwarm.gateway.http.sse import json_response, sse_named, within
 from everwarm.gateway.openai.encode import figures, progress
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import message_of
-from everwarm.gateway.response_store import LinkMissing, ResponseStore, StoredResponse
+from everwarm.gateway.response_store import LinkMissing, ResponseStore, StoredResponse, page_of
+from everwarm.gateway.responses.background_responses import BackgroundResponses
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, compacting, offered, own_items, sealed
 from everwarm.gateway.serving.generate import ReplyEvent
@@ -33,10 +36,12 @@ from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
+log = logging.getLogger("everwarm.gateway")
+
 PREFIX = "resp_"  # of ids
 MAX_REFERRED = 32
 MAX_SUMMARY_TOKENS = 2048
-_REASONS = "it was never stored, was deleted, or was evicted"
+_REASONS = "it still runs, was never stored, was deleted, or was evicted"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
@@ -49,6 +54,10 @@ class Responses:
         self._replies = replies
         self._preparer = preparer
         self._store = store
+        self._background = BackgroundResponses()
+
+    async def close(self) -> None:
+        await self._background.close()
 
     def routes(self) -> list[Route]:
         return [
@@ -65,18 +74,45 @@ class Responses:
     async def create(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, ResponsesBody)
         turn = self._turn(request, body)
+        if body.background:
+            return await self._begin(request, n_bytes, turn)
         if body.stream:
             return self._replies.stream(request, n_bytes, turn.chat_body, turn)
         with self._gate.admitted(request, n_bytes):
             return json_response(await self._gate.within_time(request, self._whole(request, turn)))
 
+    async def _begin(self, request: Request, n_bytes: int, turn: ResponsesTurn) -> Response:
+        """What is wrong with the request is said at once; what goes wrong later is said by the response."""
+        with contextlib.ExitStack() as place:
+            place.enter_context(self._gate.admitted(request, n_bytes))
+            chat = await self._gate.within_time(request, turn.chat_body())
+            self._pool.find(chat.model)
+            self._background.require_room(turn.namespace)
+            work, when_over = self._outcome(request, turn, chat), place.pop_all().close
+            self._background.start(turn.namespace, turn.id, turn.shown, work, turn.keep, when_over)
+        return json_response(turn.shown("queued"))
+
+    async def _outcome(self, request: Request, turn: ResponsesTurn, chat: ChatBody) -> Json:
+        """The response when it is over, also when it failed."""
+        try:
+            async with within(self._gate.timeout_s):
+                await self._collected(request, turn, chat)
+            return turn.last_response
+        except EverwarmError as error:
+            return turn.failed(error)
+        except Exception:
+            log.exception("a response in the background failed")
+            return turn.failed(EverwarmError("internal error"))
+
     async def _whole(self, request: Request, turn: ResponsesTurn) -> Json:
-        chat = await turn.chat_body()
+        await self._collected(request, turn, await turn.chat_body())
+        return await turn.response()
+
+    async def _collected(self, request: Request, turn: ResponsesTurn, chat: ChatBody) -> None:
         (choice,) = await self._replies.collect(request, chat)
         for piece in choice.pieces:
             turn.encoder.encode(piece)
         turn.end(choice.done, choice.finish)
-        return await turn.response()
 
     async def input_tokens(self, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
@@ -110,19 +146,25 @@ class Responses:
 
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
-            raise BadRequest("a response that is over cannot be streamed again; leave stream out")
-        return json_response((await self._found(request)).response)
+            raise BadRequest("a stored response cannot be streamed again; leave stream out")
+        running = self._background.find(self._namespace(request), request.path_params["id"])
+        return json_response((await self._found(request)).response if running is None else running)
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
         is_one = id.startswith(PREFIX)
+        await self._background.cancel(self._namespace(request), id)
         if not (is_one and await asyncio.to_thread(self._store.delete, self._namespace(request), id)):
             raise _not_found(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
+        """Cancelling twice is the same as once."""
+        await self._background.cancel(self._namespace(request), request.path_params["id"])
         kept = await self._found(request)
-        raise BadRequest(f"the response {kept.id} is over: only one that runs in the background could be cancelled")
+        if kept.response.get("status") != "cancelled":
+            raise BadRequest(f"the response {kept.id} is over: only one that runs in the background can be cancelled")
+        return json_response(kept.response)
 
     async def input_items(self, request: Request) -> Response:
         """The input items of this response only; earlier items belong to the responses before it."""
@@ -151,8 +193,8 @@ class ResponsesTurn(Dialect):
         self._store = store
         self._request = request
         self._body = body
-        self._namespace = namespace_of(request, body.cache_salt)
-        self._id = f"{PREFIX}{secrets.token_hex(12)}"
+        self.namespace = namespace_of(request, body.cache_salt)
+        self.id = f"{PREFIX}{secrets.token_hex(12)}"
         self._items: list[Json] = []  # of this request's input
         self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
@@ -161,10 +203,10 @@ class ResponsesTurn(Dialect):
 
     def compaction(self, summary: str, done: m.Done) -> Json:
         """The answer to a request to compact this conversation."""
-        tail = self._id.removeprefix(PREFIX)
+        tail = self.id.removeprefix(PREFIX)
         kept = [item for item in self._all_items if item["type"] == "message" and item.get("role") == "user"]
         item = {"type": "compaction", "id": f"cmp_{tail}", "encrypted_content": sealed(summary)}
-        about = {"id": self._id, "object": "response.compaction", "created_at": int(time.time())}
+        about = {"id": self.id, "object": "response.compaction", "created_at": int(time.time())}
         return {**about, "output": [*kept, item], "usage": usage(done)}
 
     @property
@@ -174,7 +216,7 @@ class ResponsesTurn(Dialect):
 
     async def chat_body(self) -> ChatBody:
         """The whole conversation as a chat. What it continues is read from the store."""
-        body, tail = self._body, self._id.removeprefix(PREFIX)
+        body, tail = self._body, self.id.removeprefix(PREFIX)
         before = await self._before()
         aside = self._gate.bodies.for_request
         self._items = items = await aside(self._request, partial(own_items, body, tail, self._item_finder()))
@@ -182,7 +224,7 @@ class ResponsesTurn(Dialect):
         tools = await aside(self._request, partial(offered, body.tools))
         chat = await aside(self._request, lambda: chat_body(body, tools, self._all_items))
         model = body.model or self._pool.find(body.model).id
-        response = skeleton(body, self._id, model, int(time.time()), tools)
+        response = skeleton(body, self.id, model, int(time.time()), tools)
         self._encoder = ResponsesEncoder.of(body, response, tools)
         return chat
 
@@ -210,9 +252,25 @@ class ResponsesTurn(Dialect):
 
     async def response(self) -> Json:
         """The complete response, stored unless the client sent ``store: false``."""
-        response: Json = self._last["response"]
         if self._body.is_stored:
-            await asyncio.to_thread(self._store.keep, self._namespace, StoredResponse(self._items, response))
+            await self.keep(self.last_response)
+        return self.last_response
+
+    @property
+    def last_response(self) -> Json:
+        """The response in the last event."""
+        response: Json = self._last["response"]
+        return response
+
+    async def keep(self, response: Json) -> None:
+        await asyncio.to_thread(self._store.keep, self.namespace, StoredResponse(self._items, response))
+
+    def shown(self, status: str) -> Json:
+        """The response before it is over."""
+        return {**self.encoder.response, "status": status}
+
+    def failed(self, error: EverwarmError) -> Json:
+        response: Json = self.encoder.fail(error)[-1]["response"]
         return response
 
     def error(self, error: EverwarmError, body: Json) -> bytes:  # noqa: ARG002 - this dialect has its own errors
@@ -228,7 +286,7 @@ class ResponsesTurn(Dialect):
         try:
             if not id.startswith(PREFIX):
                 raise LinkMissing(id)
-            chain = await asyncio.to_thread(self._store.chain, self._namespace, id)
+            chain = await asyncio.to_thread(self._store.chain, self.namespace, id)
         except LinkMissing as missing:
             words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
             if missing.id != id:
@@ -251,7 +309,7 @@ class ResponsesTurn(Dialect):
                     raise BadRequest(
                         f"the input refers to items of more than {MAX_REFERRED} responses; send them whole"
                     )
-                kept = self._store.get(self._namespace, response)
+                kept = self._store.get(self.namespace, response)
                 known[response] = {item.get("id"): item for item in reversed(kept.items)} if kept else {}
             return known[response].get(id)
 

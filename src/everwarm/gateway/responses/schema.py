@@ -217,8 +217,10 @@ class ResponsesBody(Body, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Refuses features that are not supported and would change the answer if they were ignored."""
-        if self.background:
-            raise BadRequest("background responses are not supported; leave background out and stream instead")
+        if self.background and (self.stream or not self.is_stored):
+            raise BadRequest(
+                "a background response is stored and asked for by its id: leave stream and store: false out"
+            )
         if self.conversation is not None:
             raise BadRequest("conversations are not supported; use previous_response_id")
         if self.prompt is not None:
@@ -446,9 +448,11 @@ def _part(part: Json) -> Json:
             return {"type": "text", "text": text}
         case {"type": "input_image", "image_url": str(url)}:
             return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "input_audio", "input_audio": dict(sound)}:
+            return {"type": "input_audio", "input_audio": sound}
     raise BadRequest(
-        f"content of type {str(part.get('type'))[:40]!r} cannot be used: send input_text with a text, or input_image with "
-        "the picture itself as image_url"
+        f"content of type {str(part.get('type'))[:40]!r} cannot be used: send input_text with a text, input_image with the "
+        "image itself as image_url, or input_audio with the sound itself as data"
     )
 
 

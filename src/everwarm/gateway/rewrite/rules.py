@@ -27,23 +27,15 @@ SYSTEM_ROLES = ("system", "developer")
 Action = Literal["freeze", "drop", "end"]
 
 
-class _Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
-    match: str
+    match: str  # of a whole line
     action: Action
     value: str | None = None
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    rule: list[_Rule]
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    name: str
-    line: re.Pattern[str]
-    action: Action
-    value: str = ""
+    rule: list[Rule]
 
 
 Rules = tuple[Rule, ...]
@@ -51,8 +43,10 @@ Rules = tuple[Rule, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
+    """Messages with some lines changed, and the names of the rules that changed them."""
+
     messages: list[Json]
-    rules: tuple[str, ...] = ()  # the names of those that changed something, each once
+    rules: tuple[str, ...] = ()
 
 
 def parse_rules(text: str) -> Rules:
@@ -62,10 +56,12 @@ def parse_rules(text: str) -> Rules:
         raise BadRequest(f"{error}; give [[rule]] tables with name, match and action") from None
     if not 0 < len(given) <= MAX_RULES:
         raise BadRequest(f"there are {len(given)} rules; give 1 to {MAX_RULES}")
-    return tuple(_rule(each) for each in given)
+    for rule in given:
+        _check(rule)
+    return tuple(given)
 
 
-def _rule(given: _Rule) -> Rule:
+def _check(given: Rule) -> None:
     where = f"the rule {given.name[:40]!r}"
     if not re.fullmatch(r"[\w.-]{1,40}", given.name):
         raise BadRequest(f"{where}: its name must be 1 to 40 letters, digits, dots or hyphens")
@@ -79,12 +75,11 @@ def _rule(given: _Rule) -> Rule:
         raise BadRequest(f"{where}: match is no regular expression: {error}") from None
     if pattern.fullmatch(""):
         raise BadRequest(f"{where}: match would match empty lines")
-    return Rule(given.name, pattern, given.action, given.value or "")
 
 
 def rewritten(messages: list[Json], rules: Rules) -> Rewritten:
-    """The messages as the rules want them. A line that is moved goes behind the last message of a user or a tool; where
-    there is none, it stays."""
+    """The messages as the rules want them. A rule that changed something is named once. A line that is moved goes behind
+    the last message of a user or a tool; where there is none, it stays."""
     if not rules:
         return Rewritten(messages)
     last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), None)
@@ -120,20 +115,21 @@ def _mapped(message: Json, rules: Sequence[Rule], used: dict[str, None], moved: 
 def _lines(text: str, rules: Sequence[Rule], used: dict[str, None], moved: list[str]) -> str:
     kept = []
     for line in text.split("\n"):
-        rule = next((rule for rule in rules if len(line) <= MAX_LINE and rule.line.fullmatch(line)), None)
+        rule = next((rule for rule in rules if len(line) <= MAX_LINE and re.fullmatch(rule.match, line)), None)
         if rule is None or (rule.action == "freeze" and line == rule.value):
             kept.append(line)
             continue
         used[rule.name] = None
         if rule.action == "freeze":
-            kept.append(rule.value)
+            kept.append(rule.value or "")
         elif rule.action == "end":
             moved.append(line)
     return "\n".join(kept)
 
 
 def _extended(message: Json, lines: Sequence[str]) -> Json:
-    content, more = message.get("content"), "\n".join(("", *lines))
+    content = message.get("content")
+    more = "\n".join(("", *lines))
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": more}]}
     return {**message, "content": (content or "") + more}

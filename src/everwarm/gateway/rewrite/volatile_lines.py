@@ -1,4 +1,5 @@
-"""Lines of system text that differ from request to request, counted for each namespace, with what they cost.
+"""Lines of system text that differ from request to request, counted for each namespace, with what they cost
+and the rule that would make them harmless.
 
 Compares each new system text with the newest ones that are like it. Holds text of clients: bounded, in memory alone, shown
 to their own namespace only, and forgotten with it.
@@ -6,30 +7,64 @@ to their own namespace only, and forgotten with it.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
+import json
+import re
 import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from everwarm.gateway.rewrite.line_changes import LineChange, changed_lines
 from everwarm.gateway.rewrite.rules import SYSTEM_ROLES
 from everwarm.lru import NamespacedLru
 from everwarm.types import Json
 
-MAX_TEXT_BYTES, MAX_TEXT, MAX_LINES = 16 << 20, 256 << 10, 4000
+MAX_TEXT_BYTES = 16 << 20
+MAX_TEXT = 256 << 10
+MAX_LINES = 4000
 MAX_COMPARED = 8  # texts of a namespace
 MAX_LINES_KEPT = 1024  # volatile ones, of all namespaces
+MAX_CHANGED = 8  # lines; more is another text
+MIN_SHARE = 0.5  # of lines that are the same, else it is another text
+MAX_ALIGNED = 100  # lines between the first difference and the last: aligning takes their third power
+MAX_AROUND = 1000  # characters of what stays the same in a line
+_WORD_END = re.compile(r"[\w.:/\\+-]+$")
+_WORD_START = re.compile(r"^[\w.:/\\+-]+")
+_SPECIAL = re.compile(r"([.^$*+?{}\[\]\\|()])")
 
 
 @dataclass(slots=True)
 class VolatileLine:
-    """``n_tokens``: read by the requests in which it had changed."""
+    """A line that differs. ``before`` and ``after`` are what stays the same around the difference; ``n_tokens``: read by
+    the requests in which it had changed."""
 
-    change: LineChange
-    n_changes: int = 0
+    number: int  # from 1
+    before: str
+    after: str
+    n_changes: int = 1
     n_tokens: int = 0
+
+    def joins(self, other: VolatileLine) -> bool:
+        """Becomes one change that explains both, and counts it. False: they have nothing in common."""
+        before = _beginning(self.before, other.before)
+        after = _beginning(self.after[::-1], other.after[::-1])[::-1]
+        if not (before or after) or before not in (self.before, other.before):
+            return False
+        self.number = other.number
+        self.before = before
+        self.after = after
+        self.n_changes += 1
+        return True
+
+    def rule(self) -> str | None:
+        """As TOML; None: nothing of the line stays the same, so no pattern would match it alone."""
+        if not self.before.strip() and not self.after.strip():
+            return None
+        pattern = f"{_SPECIAL.sub(_escaped, self.before)}.*{_SPECIAL.sub(_escaped, self.after)}"
+        name = f"line-{self.number}"
+        return f'[[rule]]\nname = "{name}"\nmatch = {json.dumps(pattern, ensure_ascii=False)}\naction = "end"\n'
 
 
 @dataclass(slots=True)
@@ -66,7 +101,7 @@ class VolatileLines:
         with self._lock:
             names = [name for name in self._lines.namespaces() if name.startswith(reach)]
             found = [(name, line) for name in names for line in self._lines.values(name)]
-        return sorted(found, key=lambda each: (-each[1].n_tokens, each[1].change.number))
+        return sorted(found, key=lambda each: (-each[1].n_tokens, each[1].number))
 
     def forget(self, reach: str) -> None:
         with self._lock:
@@ -77,17 +112,13 @@ class VolatileLines:
     def _newest(self, namespace: str) -> list[str]:
         return list(islice(self._texts.values(namespace), MAX_COMPARED))
 
-    def _counted(self, namespace: str, change: LineChange) -> VolatileLine:
+    def _counted(self, namespace: str, change: VolatileLine) -> VolatileLine:
         for line in self._lines.values(namespace):
-            joined = line.change.joined(change)
-            if joined is not None:
-                line.change = joined
-                line.n_changes += 1
+            if line.joins(change):
                 return line
-        new = VolatileLine(change, 1)
         n_bytes = 512 + 4 * (len(change.before) + len(change.after))
-        self._lines.put(namespace, (change.number, change.before, change.after), new, n_bytes)
-        return new
+        self._lines.put(namespace, (change.number, change.before, change.after), change, n_bytes)
+        return change
 
 
 def system_lines(messages: Sequence[Json]) -> list[str] | None:
@@ -100,3 +131,54 @@ def system_lines(messages: Sequence[Json]) -> list[str] | None:
         return None
     lines = content.split("\n")
     return lines if len(lines) <= MAX_LINES else None
+
+
+# which lines differ; pure
+
+
+def _beginning(one: str, other: str) -> str:
+    """What both begin with."""
+    n = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:n]
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return "\\" + found[1]
+
+
+def changed_lines(known: Sequence[str], given: Sequence[str]) -> list[VolatileLine] | None:
+    """The lines of ``given`` that stand in the place of others; None: it is the same text, or another one altogether."""
+    pairs = _pairs(known, given)
+    n_most = max(len(known), len(given))
+    if not pairs or len(pairs) > MAX_CHANGED or (n_most - len(pairs)) / n_most < MIN_SHARE:
+        return None
+    changes = [_change(number, known[i], given[number - 1]) for i, number in pairs]
+    return changes if all(len(change.before) + len(change.after) <= MAX_AROUND for change in changes) else None
+
+
+def _pairs(known: Sequence[str], given: Sequence[str]) -> list[tuple[int, int]] | None:
+    """Where lines differ: the index in the one, and the number in the other. None: they are too many to be aligned."""
+    if len(known) == len(given):
+        return [(i, i + 1) for i, (a, b) in enumerate(zip(known, given, strict=True)) if a != b]
+    n_first = _n_same(known, given)
+    n_last = _n_same(known[n_first:][::-1], given[n_first:][::-1])
+    inner = known[n_first : len(known) - n_last]
+    other = given[n_first : len(given) - n_last]
+    if max(len(inner), len(other)) > MAX_ALIGNED:
+        return None
+    matcher = difflib.SequenceMatcher(None, inner, other, autojunk=False)
+    codes = [code for code in matcher.get_opcodes() if code[0] == "replace" and code[2] - code[1] == code[4] - code[3]]
+    return [(n_first + i1 + k, n_first + j1 + k + 1) for _, i1, i2, j1, _ in codes for k in range(i2 - i1)]
+
+
+def _n_same(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many lines both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _change(number: int, known: str, given: str) -> VolatileLine:
+    before = _beginning(known, given)
+    rests = [line[len(before) :][::-1] for line in (known, given)]
+    after = _beginning(*rests)[::-1]
+    return VolatileLine(number, _WORD_END.sub("", before), _WORD_START.sub("", after))

@@ -61,7 +61,8 @@ class LiveTimings:
         choice.now_s = now_s
         match message:
             case m.Begun():
-                choice.n_prompt, choice.n_cached = message.n_prompt, message.n_cached
+                choice.n_prompt = message.n_prompt
+                choice.n_cached = message.n_cached
                 return {}
             case m.PromptRead():
                 choice.n_read = message.n_read - message.n_cached

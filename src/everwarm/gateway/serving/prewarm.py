@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from everwarm.engine.process import messages as m
 from everwarm.gateway.access.limits import AdmissionLimits
@@ -20,15 +21,7 @@ log = logging.getLogger("everwarm.gateway")
 SETTLE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class NextTurn:
-    """What the next prompt begins with. ``n_sure``: so many characters whatever is sent; None: all of them."""
-
-    text: str
-    n_sure: int | None = None
-
-
-NextText = Callable[[], NextTurn | None]
+NextText = Callable[[], m.Prewarm | None]  # what the next prompt begins with
 
 
 class NextTurnPrewarmer:
@@ -59,5 +52,5 @@ class NextTurnPrewarmer:
             log.exception("the beginning of the next turn could not be rendered")
             return
         if turn is not None and not self._limits.n_requests:
-            about = submit.add_special, submit.namespace, submit.session, turn.n_sure
-            supervisor.tell(m.Prewarm(turn.text, *about))
+            own = {"add_special": submit.add_special, "namespace": submit.namespace, "session": submit.session}
+            supervisor.tell(msgspec.structs.replace(turn, **own))

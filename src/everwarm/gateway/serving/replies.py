@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.requests import Request
@@ -27,7 +26,7 @@ from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import LOADING_S, SSE_KEEP_ALIVE, EventStream, sse, sse_loading
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import message_of
-from everwarm.gateway.serving.generate import Choice, ReplyEvent, collect, generate
+from everwarm.gateway.serving.generate import Choice, EngineMessage, ReplyEvent, collect, generate
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.request_gate import RequestGate, place_of
 from everwarm.gateway.serving.request_preparer import PreparedRequest, RequestPreparer
@@ -141,10 +140,13 @@ class Replies:
             namespace=namespace_of(request, body.cache_salt),
         )
         follow = partial(self._request_log.follow, caller)
-        accounts = _Accounts(self._metrics, place_of(request), [Choice() for _ in prepared.submits])
+        choices = [Choice() for _ in prepared.submits]
+        place = place_of(request)
 
         def observe(event: ReplyEvent) -> Awaitable[None] | None:
-            choice = accounts.add(event)
+            choice = choices[event.index]
+            choice.add(event)
+            self._account(event.message, place, choices)
             if choice.ended is None:
                 return None
             if prepared.next_text is not None and len(prepared.submits) == 1:
@@ -159,27 +161,11 @@ class Replies:
         more = prepared.lend, observe, prepared.notes
         return generate(served.supervisor, prepared.submits, prepared.parser, follow, *more)
 
-
-@dataclass(slots=True)
-class _Accounts:
-    """The effects of a request's events outside of its reply."""
-
-    metrics: Metrics
-    place: Place | None
-    choices: list[Choice]
-
-    @property
-    def is_over(self) -> bool:
-        return all(choice.ended is not None for choice in self.choices)
-
-    def add(self, event: ReplyEvent) -> Choice:
-        """The choice that the event belongs to."""
-        message, choice = event.message, self.choices[event.index]
-        choice.add(event)
-        if self.place is not None and isinstance(message, m.Begun):
-            self.place.recount(message.n_prompt)
+    def _account(self, message: EngineMessage, place: Place | None, choices: Sequence[Choice]) -> None:
+        """The effects of a message outside of its reply."""
+        if place is not None and isinstance(message, m.Begun):
+            place.recount(message.n_prompt)
         if isinstance(message, m.Done):
-            self.metrics.finished(message)
-            if self.place is not None and self.is_over:
-                self.place.release()  # before its last words are taken
-        return choice
+            self._metrics.finished(message)
+            if place is not None and all(choice.ended is not None for choice in choices):
+                place.release()  # before its last words are taken

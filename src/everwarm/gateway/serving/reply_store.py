@@ -16,7 +16,7 @@ import msgspec
 
 from everwarm.errors import EverwarmError
 from everwarm.gateway.chat.reply_memory import RememberedReply
-from everwarm.gateway.sqlite_store import NamespaceShare, SqliteStore, StoreLimits, victims
+from everwarm.gateway.sqlite_store import SqliteStore, StoreLimits, victims
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -97,7 +97,7 @@ class ReplyStore:
     def _evict(self, database: sqlite3.Connection, newest: int | None) -> None:
         n, n_bytes = database.execute("SELECT COUNT(*), COALESCE(SUM(n_bytes), 0) FROM replies").fetchone()
         if n > self._limits.max_rows or n_bytes > self._limits.max_bytes:
-            _drop(database, map(int, victims(_shares(database, newest), self._limits)))
+            _drop(database, map(int, victims(database, "replies", "used", newest, self._limits)))
 
 
 def _own(namespace: str, template: str, keys: Sequence[str]) -> list[str]:
@@ -108,12 +108,6 @@ def _own(namespace: str, template: str, keys: Sequence[str]) -> list[str]:
 
 def _next_use(database: sqlite3.Connection) -> int:
     return int(database.execute("SELECT COALESCE(MAX(used), 0) + 1 FROM replies").fetchone()[0])
-
-
-def _shares(database: sqlite3.Connection, newest: int | None) -> list[NamespaceShare]:
-    rows = "SELECT id, n_bytes FROM replies WHERE namespace = ? AND id != ? ORDER BY used"
-    sums = database.execute("SELECT namespace, COUNT(*), SUM(n_bytes) FROM replies GROUP BY namespace").fetchall()
-    return [NamespaceShare(n, n_bytes, database.execute(rows, (namespace, newest))) for namespace, n, n_bytes in sums]
 
 
 def _drop(database: sqlite3.Connection, ids: Iterable[int]) -> None:

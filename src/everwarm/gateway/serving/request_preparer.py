@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from everwarm.config import Constraint, Sampling, ThinkingBudget
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest, NotSupported
-from everwarm.gateway.access.auth import namespace_of, own_namespace
+from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.access.limits import estimated_tokens
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
@@ -39,7 +40,13 @@ from everwarm.gateway.chat.reply_memory import (
 )
 from everwarm.gateway.constraints.reply_constraint import chat_constraint, completion_constraint
 from everwarm.gateway.http.request_body import BodyReader
-from everwarm.gateway.images.image_loader import ImageInfo, ImageLoader
+from everwarm.gateway.images.image_loader import (
+    SOUND_PART,
+    DecodedMedia,
+    DecodedSound,
+    ImageLoader,
+    part_of,
+)
 from everwarm.gateway.openai.schema import MEDIA_MARKER, Body, ChatBody, CompletionBody, MarkedCompletion, MediaPrompt
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.reasoning import Begins
@@ -47,10 +54,9 @@ from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.background import background_kind
-from everwarm.gateway.serving.prewarm import NextTurn
 from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
-from everwarm.gateway.serving.workspace import Workspace
+from everwarm.gateway.serving.workspace import probable_results, workspace_of
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Served
 from everwarm.router.supervise.supervisor import Lend
@@ -63,7 +69,7 @@ log = logging.getLogger("everwarm.gateway")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
 Parser = Callable[[], OutputParser]
-NextText = Callable[[str], NextTurn | None]  # from a reply to what the next turn begins with; None: it is not known
+NextText = Callable[[str], m.Prewarm | None]  # from a reply to what the next turn begins with; None: it is not known
 Recall = Callable[[Json, str], RememberedReply | None]
 KeepReply = Callable[[Json, str], None]  # remembers a reply: the message that the client got, and what the model wrote
 
@@ -109,9 +115,9 @@ class RequestPreparer:
         self._metrics = metrics
         self._scales = scales
         self._volatile = volatile
-        self._marker = f"<|picture-{secrets.token_hex(12)}|>"  # no text has it by chance
+        self._marker = f"<|image-{secrets.token_hex(12)}|>"  # no text has it by chance
         folder = settings.workspace
-        self._workspace = None if folder is None else Workspace(folder, own_namespace(settings.api_key))
+        self._workspace = None if folder is None else os.path.realpath(folder)
         self._templates: dict[str, ChatTemplate] = {}  # by model id
 
     async def prepare(self, request: Request, body: ChatBody | CompletionBody, served: Served) -> PreparedRequest:
@@ -204,7 +210,7 @@ class RequestPreparer:
             constraint=constraint,
             thinking=_thinking_budget(body, syntax.continued(prepared.continues), template, prepared.text),
             marker=self._marker if images else "",
-            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            images=tuple(map(_sent, images)),
             least_priority=0 if background is None else 1,
         )
         goes_on = not images and _has_memory(body) and submit.max_tokens and not submit.priority
@@ -224,14 +230,18 @@ class RequestPreparer:
             partial(self._volatile.charge, changed) if changed else None,
         )
 
-    def _workspace_of(self, namespace: str) -> Workspace | None:
-        found = self._workspace
-        return found if found is not None and found.serves(namespace) else None
+    def _workspace_of(self, namespace: str) -> str | None:
+        return workspace_of(self._workspace, self._settings.api_key, namespace)
 
-    async def _images_of(self, parts: Sequence[Json], info: m.ModelInfo, namespace: str) -> list[ImageInfo]:
-        """The images of a prompt, if the model can see any."""
-        if parts and not info.sees:
+    async def _images_of(self, parts: Sequence[Json], info: m.ModelInfo, namespace: str) -> list[DecodedMedia]:
+        """The images and sounds of a prompt, if the model can see and hear them."""
+        if parts and not info.sees and not info.sample_rate:
             raise BadRequest("this model reads text only: start it with --mmproj and its projector file")
+        hears = [part.get("type") == SOUND_PART for part in parts]
+        if any(hears) and not info.sample_rate:
+            raise BadRequest("this model hears no sounds: its projector (--mmproj) has no audio encoder")
+        if not all(hears) and not info.sees:
+            raise BadRequest("this model sees no images: its projector (--mmproj) has no vision encoder")
         return await self._images.from_parts(parts, namespace) if parts else []
 
     def _keep_reply(
@@ -273,17 +283,17 @@ class RequestPreparer:
         info: m.ModelInfo,
         constraint: Constraint | None,
     ) -> PreparedRequest:
-        """Of one prompt with pictures."""
+        """Of one prompt with images and sounds."""
         data, text = prompt.multimodal_data, prompt.prompt_string
         if len(body.prompts()) > 1:
             raise BadRequest("a prompt with multimodal_data is sent alone")
         if (n_places := text.count(MEDIA_MARKER)) != len(data) or len(text) > MAX_PROMPT_CHARS:
             raise BadRequest(
-                f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} pictures; give one for each"
+                f"the prompt has {n_places} places {MEDIA_MARKER} for {len(data)} images and sounds; give one for each"
             )
-        namespace, background = namespace_of(request, body.cache_salt), background_kind(request.headers, body)
-        parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{each}"}} for each in data]
-        images = await self._images_of(parts, info, namespace)
+        namespace = namespace_of(request, body.cache_salt)
+        background = background_kind(request.headers, body)
+        images = await self._images_of([part_of(each) for each in data], info, namespace)
         submit = _submit(
             request,
             body,
@@ -293,24 +303,26 @@ class RequestPreparer:
             n_probs=body.wanted_probs,
             constraint=constraint,
             marker=self._marker,
-            images=tuple(m.SentImage(image.digest, image.width, image.height) for image in images),
+            images=tuple(map(_sent, images)),
             least_priority=0 if background is None else 1,
         )
         _recount(request, estimated_tokens(len(text)))
-        lend, notes = partial(lent_images, self._images, images, namespace), m.PromptNotes(background=background)
+        lend = partial(lent_images, self._images, images, namespace)
+        notes = m.PromptNotes(background=background)
         return PreparedRequest(_choices(submit, body), notes=notes, lend=lend)
 
     async def count(self, request: Request, body: ChatBody, served: Served) -> int:
         """The tokens of a chat's prompt."""
         (submit, *_) = (await self.prepare(request, body, served)).submits
-        n_tokens: int = await served.supervisor.ask(
-            m.Count,
+        prompt = m.Submit(
+            0,
             text=submit.text,
             add_special=submit.add_special,
             marker=submit.marker,
             images=submit.images,  # without pixels
             namespace=submit.namespace,
         )
+        n_tokens: int = await served.supervisor.ask(m.AskPrompt, what="count", submit=prompt)
         return n_tokens
 
     def _count_noise(self, prepared: PreparedChat) -> None:
@@ -321,13 +333,19 @@ class RequestPreparer:
 
 @contextlib.asynccontextmanager
 async def lent_images(
-    loader: ImageLoader, images: list[ImageInfo], namespace: str
-) -> AsyncIterator[tuple[m.SentImage, ...]]:
+    loader: ImageLoader, images: list[DecodedMedia], namespace: str
+) -> AsyncIterator[tuple[m.SentMedia, ...]]:
     """An image for each place in the prompt. A repeated image has its pixels only at the first place."""
     async with loader.lent(images, namespace) as decoded:
-        pixels = {image.digest: image.rgb for image in decoded}
+        pixels = {image.digest: image.data for image in decoded}
         del decoded[:]
-        yield tuple(m.SentImage(i.digest, i.width, i.height, pixels.pop(i.digest, None)) for i in images)
+        yield tuple(_sent(image, pixels.pop(image.digest, None)) for image in images)
+
+
+def _sent(image: DecodedMedia, data: bytes | None = None) -> m.SentMedia:
+    if isinstance(image, DecodedSound):
+        return m.SentSound(image.digest, image.n_samples, data)
+    return m.SentImage(image.digest, image.width, image.height, data)
 
 
 def session_of(headers: Mapping[str, str], body: Body) -> str | None:
@@ -369,9 +387,9 @@ def _next_text(
     template: ChatTemplate,
     parser: Parser,
     recall: Recall,
-    workspace: Workspace | None,
+    workspace: str | None,
     text: str,
-) -> NextTurn | None:
+) -> m.Prewarm | None:
     reply = parser().message(text)
     found = recall(reply, text)
     sure = None
@@ -382,15 +400,15 @@ def _next_text(
     if workspace is not None and found is not None and chat.continues is None:
         guess = _guess(chat, template, reply, found, workspace)
     if guess is None:
-        return NextTurn(sure) if sure else None
-    return NextTurn(guess, len(sure) if sure and guess.startswith(sure) else None)
+        return m.Prewarm(sure) if sure else None
+    return m.Prewarm(guess, n_sure=len(sure) if sure and guess.startswith(sure) else None)
 
 
 def _guess(
-    chat: PreparedChat, template: ChatTemplate, reply: Json, found: RememberedReply, workspace: Workspace
+    chat: PreparedChat, template: ChatTemplate, reply: Json, found: RememberedReply, workspace: str
 ) -> str | None:
     """The next prompt up to the end of the results that are probable. Thinking comes back if it did before."""
-    results = workspace.results(chat.messages, reply.get("tool_calls") or ())
+    results = probable_results(workspace, chat.messages, reply.get("tool_calls") or ())
     if not results:
         return None
     earlier = [message for message in chat.messages if message.get("role") == "assistant"]
@@ -425,7 +443,7 @@ def _submit(
     constraint: Constraint | None = None,
     thinking: ThinkingBudget | None = None,
     marker: str = "",
-    images: tuple[m.SentImage, ...] = (),
+    images: tuple[m.SentMedia, ...] = (),
     least_priority: int = 0,
 ) -> m.Submit:
     slot = body.id_slot if body.id_slot is not None and body.id_slot >= 0 else None
@@ -464,7 +482,8 @@ def _submit(
 
 def _thinking_budget(body: ChatBody, syntax: ModelSyntax, template: ChatTemplate, prompt: str) -> ThinkingBudget | None:
     """How long the reply may think, and what ends it then: the template's own end of a thought."""
-    n_tokens, style = body.thinking_tokens, syntax.thinking(prompt)
+    n_tokens = body.thinking_tokens
+    style = syntax.thinking(prompt)
     if n_tokens is None or style is None or style.begins is Begins.AFTER:
         return None
     closing = template.thinking_end if style.closing in template.thinking_end else style.closing

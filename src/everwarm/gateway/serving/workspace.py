@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from everwarm.gateway.access.auth import own_namespace
 from everwarm.gateway.chat.content import parts_as_text
 from everwarm.types import Json
 
@@ -25,25 +26,22 @@ MAX_NAME = 4096  # characters
 _NUMBERED = re.compile(r"( *)1(\t|→)[^\n]*(?:\n *2\2|\s*\Z)")
 
 
-class Workspace:
-    def __init__(self, folder: str, namespace: str) -> None:
-        self._root = os.path.realpath(folder)
-        self._namespace = namespace
+def workspace_of(root: str | None, api_key: str | None, namespace: str) -> str | None:
+    """The folder, if its files may be read for requests of this namespace."""
+    return root if root is not None and namespace == own_namespace(api_key) else None
 
-    def serves(self, namespace: str) -> bool:
-        return namespace == self._namespace
 
-    def results(self, messages: Sequence[Json], calls: Sequence[Json]) -> list[str]:
-        """What the first of these calls will probably give, as far as each of them names a file."""
-        found = []
-        for call in calls[:MAX_CALLS]:
-            function = call["function"]
-            texts = (read_below(self._root, name) for name in file_names(function["arguments"]))
-            text = next((text for text in texts if text is not None), None)
-            if text is None:
-                break
-            found.append(as_shown(text, latest_result(messages, function["name"])))
-        return found
+def probable_results(root: str, messages: Sequence[Json], calls: Sequence[Json]) -> list[str]:
+    """What the first of these calls will probably give, as far as each of them names a file below the folder."""
+    found = []
+    for call in calls[:MAX_CALLS]:
+        function = call["function"]
+        texts = (read_below(root, name) for name in file_names(function["arguments"]))
+        text = next((text for text in texts if text is not None), None)
+        if text is None:
+            break
+        found.append(as_shown(text, latest_result(messages, function["name"])))
+    return found
 
 
 def file_names(arguments: str) -> list[str]:

@@ -10,8 +10,8 @@ import ctypes as c
 
 from everwarm.llama.abi import LOG_CALLBACK, Signature, f32p, handle, i32p
 
-CHUNK_TEXT = 0
-MARKER = b"<__media__>"  # what stands for an image in a text that is tokenized
+CHUNK_TEXT, CHUNK_AUDIO = 0, 2
+MARKER = b"<__media__>"  # what stands for an image or a sound in a text that is tokenized
 
 
 class MediaParams(c.Structure):
@@ -68,10 +68,13 @@ FUNCTIONS: dict[str, Signature] = {
     "mtmd_init_from_file": (handle, (c.c_char_p, handle, MediaParams)),
     "mtmd_free": (None, (handle,)),
     "mtmd_support_vision": (c.c_bool, (handle,)),
+    "mtmd_support_audio": (c.c_bool, (handle,)),
+    "mtmd_get_audio_sample_rate": (c.c_int, (handle,)),
     "mtmd_decode_use_mrope": (c.c_bool, (handle,)),
     "mtmd_decode_use_non_causal": (c.c_bool, (handle, handle)),
-    # pixels to chunks
+    # pixels and samples to chunks
     "mtmd_bitmap_init": (handle, (c.c_uint32, c.c_uint32, handle)),
+    "mtmd_bitmap_init_from_audio": (handle, (c.c_size_t, handle)),
     "mtmd_bitmap_free": (None, (handle,)),
     "mtmd_input_chunks_init": (handle, ()),
     "mtmd_input_chunks_size": (c.c_size_t, (handle,)),

@@ -4,7 +4,8 @@
 tensor's numbers.
 
 ``check`` has the rules. libmtmd tests for some tensors and uses others unchecked, and it aborts where a key has another
-type than it expects. The rules cover all that the Qwen3-VL and Gemma 3 styles need, and what nearly all others need.
+type than it expects. The rules cover all that the Qwen3-VL and Gemma 3 styles need for images and the styles of Whisper's
+encoder (Ultravox, Voxtral, Qwen2-Audio) for sounds, and what nearly all others need.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from everwarm.errors import ModelFileError
@@ -66,16 +66,17 @@ _KINDS: dict[str, int] = {
     **dict.fromkeys(_FRACTIONS.split(), F32),
 }
 _NAMES = {U32: "an unsigned number", I32: "a number", F32: "a fraction", BOOL: "true or false", TEXT: "a text"}
+# Sounds behind Whisper's encoder, and whether frames are merged side by side, and then by two
+_WHISPERS = {"ultravox": (True, False), "voxtral": (True, True), "qwen2a": (False, True)}
+_N_FRAMES = 3000  # of a window of 30 s, before the convolutions
+_MAX_MEL_BINS = 256
 _OTHER_STEMS = frozenset({"gemma3nv", "yasa2", "deepseekocr", "deepseekocr2"})  # begin otherwise than with patches
 _FLOATS = frozenset({PLAIN, HALF})
 # Used by libmtmd's common transformer if they are there, and by no Gemma 3.
 _STRANGERS = "attn_q_norm attn_k_norm ls1 ls2 out_scale attn_post_norm ffn_post_norm ffn_gate_exps ffn_gate attn_sinks"
 
 
-@dataclass(frozen=True, slots=True)
-class ProjectorTensor:
-    shape: tuple[int, ...]  # in ggml's order, without trailing ones
-    format: int
+Shape = tuple[int, ...]  # in ggml's order, without trailing ones
 
 
 class Projector:
@@ -85,7 +86,7 @@ class Projector:
         self.path = path
         self.kinds: dict[str, int] = {}
         self.values: dict[str, Value] = {}
-        self.tensors: dict[str, ProjectorTensor] = {}
+        self.tensors: dict[str, tuple[Shape, int]] = {}  # with their number formats
         self._size_of = size_of
         try:
             with path.open("rb") as file:
@@ -107,27 +108,40 @@ class Projector:
 
     @property
     def style(self) -> str:
-        found = self.values.get("clip.projector_type") or self.values.get("clip.vision.projector_type")
+        """Of its images."""
+        return self._style("vision") if self.has("vision") else ""
+
+    @property
+    def sound_style(self) -> str:
+        return self._style("audio") if self.has("audio") else ""
+
+    def _style(self, what: str) -> str:
+        found = self.values.get("clip.projector_type") or self.values.get(f"clip.{what}.projector_type")
+        if found == "qwen2.5o":  # as libmtmd reads it
+            return {"vision": "qwen2.5vl_merger", "audio": "qwen2a"}[what]
         return found if isinstance(found, str) else ""
 
-    def number(self, key: str, default: int | None = None) -> int:
-        found = self.values.get(f"clip.vision.{key}", default)
+    def has(self, what: str) -> bool:
+        return self.values.get(f"clip.has_{what}_encoder") is True
+
+    def number(self, key: str, default: int | None = None, *, of: str = "vision") -> int:
+        found = self.values.get(f"clip.{of}.{key}", default)
         if not isinstance(found, int):
-            raise self.bad(f"lacks the number clip.vision.{key}")
+            raise self.bad(f"lacks the number clip.{of}.{key}")
         return found
 
     def need(self, name: str, shape: tuple[int, ...], formats: frozenset[int] | None = None) -> None:
         """A tensor of this shape: a vector in f32 and a matrix in any format of weights, unless a type is given."""
-        tensor = self.tensors.get(name)
         shape = _trimmed(shape)
-        if tensor is None:
+        if name not in self.tensors:
             raise self.bad(f"lacks the tensor {name}")
-        if tensor.shape != shape:
-            raise self.bad(f"has {name} with the shape {tensor.shape} where {shape} is needed")
+        own, number_format = self.tensors[name]
+        if own != shape:
+            raise self.bad(f"has {name} with the shape {own} where {shape} is needed")
         if formats is None and len(shape) == 1:
             formats = frozenset({PLAIN})
-        if tensor.format in NO_WEIGHTS if formats is None else tensor.format not in formats:
-            raise self.bad(f"has {name} in the number format {tensor.format}, which cannot be used there")
+        if number_format in NO_WEIGHTS if formats is None else number_format not in formats:
+            raise self.bad(f"has {name} in the number format {number_format}, which cannot be used there")
 
     def may(self, name: str, shape: tuple[int, ...]) -> None:
         if name in self.tensors:
@@ -187,7 +201,7 @@ class Projector:
         n_per_block, n_bytes = self._size_of(number_format) if 0 <= number_format < _N_FORMATS else (0, 0)
         if n_per_block < 1 or min(shape) < 1 or shape[0] % n_per_block:
             raise self.bad(f"has {name} with the shape {shape} in the number format {number_format}: there is no such")
-        self.tensors[name] = ProjectorTensor(_trimmed(shape), number_format)
+        self.tensors[name] = (_trimmed(shape), number_format)
         return name, offset, math.prod(shape) // n_per_block * n_bytes
 
     def _check_places(self, places: list[tuple[str, int, int]]) -> None:
@@ -247,8 +261,15 @@ def check(file: Projector) -> None:
         wanted = _KINDS.get(key, kind)
         if kind != wanted:
             raise file.bad(f"has {key} as another type of value; {_NAMES[wanted]} is needed")
-    if file.values.get("clip.has_vision_encoder") is not True:
-        raise file.bad("has no vision encoder; images need one")
+    if not file.has("vision") and not file.has("audio"):
+        raise file.bad("has neither a vision encoder, which images need, nor an audio encoder, which sounds need")
+    if file.has("vision"):
+        _check_images(file)
+    if file.has("audio"):
+        _check_sounds(file)
+
+
+def _check_images(file: Projector) -> None:
     _check_numbers(file)
     if file.style == "qwen3vl_merger":
         _check_qwen3vl(file)
@@ -272,6 +293,78 @@ def _check_numbers(file: Projector) -> None:
         numbers = file.values.get(f"clip.vision.{key}", ())
         if not isinstance(numbers, tuple) or not all(math.isfinite(x) for x in numbers):
             raise file.bad(f"has {key} {numbers}; three numbers are needed")
+
+
+def _check_sounds(file: Projector) -> None:
+    n_blocks, n_bins = file.number("block_count", of="audio"), file.number("num_mel_bins", of="audio")
+    if not 0 <= n_blocks <= len(file.tensors):
+        raise file.bad(f"claims {n_blocks} blocks for sounds, with {len(file.tensors)} tensors in all")
+    if not 1 <= n_bins <= 1024 or (file.sound_style in _WHISPERS and n_bins > _MAX_MEL_BINS):
+        raise file.bad(f"has {n_bins} mel bins; 1 to {_MAX_MEL_BINS} are believed")
+    if file.sound_style in _WHISPERS:
+        _check_whisper(file, n_blocks, n_bins)
+
+
+def _check_whisper(file: Projector, n_blocks: int, n_bins: int) -> None:
+    width = file.number("embedding_length", of="audio")
+    stacks, pools = _WHISPERS[file.sound_style]
+    _check_heads(file, width, step=1, of="audio")
+    if n_blocks < 1:
+        raise file.bad("has no block for sounds")
+    for i, n_in in ((1, n_bins), (2, width)):
+        file.need(f"a.conv1d.{i}.weight", (3, n_in, width), frozenset({HALF}))
+        file.need(f"a.conv1d.{i}.bias", (1, width), frozenset({PLAIN}))
+    n_positions = _second(file, "a.position_embd.weight")
+    file.need("a.position_embd.weight", (width, max(n_positions, _N_FRAMES // 2)), frozenset({PLAIN}))
+    _check_norm(file, "a.post_ln", width)
+    _check_norm(file, "a.pre_ln", width)
+    for i in range(n_blocks):
+        _check_whisper_block(file, f"a.blk.{i}", width)
+    n_stacked = _check_stack(file, pools=pools) if stacks else 1
+    _check_sound_projector(file, width * n_stacked)
+
+
+def _check_whisper_block(file: Projector, block: str, width: int) -> None:
+    for part in ("attn_q", "attn_k", "attn_v"):
+        file.need(f"{block}.{part}.weight", (width, width))
+    for name in ("attn_q", "attn_v", "ln1", "ln2"):
+        file.need(f"{block}.{name}.bias", (width,))
+    for name in ("ln1", "ln2"):
+        file.need(f"{block}.{name}.weight", (width,))
+    for name in ("attn_qkv.weight", "attn_k.bias", *(f"{name}.weight" for name in _STRANGERS.split())):
+        if f"{block}.{name}" in file.tensors:
+            raise file.bad(f"has the tensor {block}.{name}, which this style has not")
+    _check_block(file, block, width, f"{block}.ffn_up", f"{block}.ffn_down")
+
+
+def _check_stack(file: Projector, *, pools: bool) -> int:
+    """How many frames become one embedding. libmtmd counts them in one place and makes them in another, and aborts where
+    the two differ."""
+    n_stacked = file.number("projector.stack_factor", of="audio")
+    if not 1 <= n_stacked <= _N_FRAMES // 2:
+        raise file.bad(f"merges {n_stacked} frames of sound; 1 to {_N_FRAMES // 2} are believed")
+    n_counted, n_made = -(-_N_FRAMES // n_stacked) // 2, _N_FRAMES // 2
+    if pools:
+        n_counted, n_made = n_counted // 2, n_made // 2
+    if n_counted != -(-n_made // n_stacked):
+        raise file.bad(f"merges {n_stacked} frames of sound, which do not divide a window of {_N_FRAMES}")
+    return n_stacked
+
+
+def _check_sound_projector(file: Projector, n_in: int) -> None:
+    if file.sound_style == "qwen2a":
+        n_out = _second(file, "mm.a.fc.weight")
+        file.need("mm.a.fc.weight", (n_in, n_out))
+        return file.need("mm.a.fc.bias", (n_out,))
+    inner, n_out = _second(file, "mm.a.mlp.1.weight"), _second(file, "mm.a.mlp.2.weight")
+    file.need("mm.a.mlp.1.weight", (n_in, inner))
+    if file.sound_style == "voxtral":
+        return file.need("mm.a.mlp.2.weight", (inner, n_out))
+    if inner % 2:
+        raise file.bad(f"has mm.a.mlp.1.weight of width {inner}, which cannot be halved")
+    file.need("mm.a.norm_pre.weight", (n_in,))
+    file.need("mm.a.norm_mid.weight", (inner // 2,))
+    return file.need("mm.a.mlp.2.weight", (inner // 2, n_out))
 
 
 def _check_any(file: Projector) -> None:
@@ -339,10 +432,10 @@ def _check_gemma3(file: Projector) -> None:
     file.need("mm.input_projection.weight", (_first(file, "mm.input_projection.weight"), width), _FLOATS)
 
 
-def _check_heads(file: Projector, width: int, step: int) -> None:
-    n_heads = file.number("attention.head_count")
-    n_kv_heads = file.number("attention.head_count_kv", n_heads)
-    size = file.number("attention.head_dim", 0) or width // max(1, n_heads)
+def _check_heads(file: Projector, width: int, step: int, of: str = "vision") -> None:
+    n_heads = file.number("attention.head_count", of=of)
+    n_kv_heads = file.number("attention.head_count_kv", n_heads, of=of)
+    size = file.number("attention.head_dim", 0, of=of) or width // max(1, n_heads)
     if n_heads < 1 or n_heads * size != width or n_kv_heads != n_heads or size % step:
         raise file.bad(f"has {n_heads} heads ({n_kv_heads} for KV) of {size} numbers in a width of {width}")
 
@@ -387,10 +480,8 @@ def _check_norm(file: Projector, name: str, width: int) -> None:
 
 
 def _first(file: Projector, name: str) -> int:
-    tensor = file.tensors.get(name)
-    return 0 if tensor is None else tensor.shape[0]
+    return file.tensors[name][0][0] if name in file.tensors else 0
 
 
 def _second(file: Projector, name: str) -> int:
-    tensor = file.tensors.get(name)
-    return 0 if tensor is None else math.prod(tensor.shape[1:])
+    return math.prod(file.tensors[name][0][1:]) if name in file.tensors else 0

@@ -1,6 +1,6 @@
 """The context of a model's MTP head, with the same sequences as the model's own.
 
-The head is attention alone, so its sequences can be cut anywhere. It may lag behind the model: see ``track``. Whatever
+The head is attention alone, so its sequences can be cut anywhere. It may lag behind the model: see ``Track``. Whatever
 fails here costs only guesses, so nothing is raised: the head forgets the sequence and begins anew where it is.
 """
 
@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from everwarm.errors import StateRejected
 from everwarm.llama import abi
 from everwarm.llama.blobs import HEADER_BYTES, describes_cells, first_position
 from everwarm.llama.lib import Closing, Lib
-from everwarm.llama.mtp.track import Rows, Tokens, Track, cold, cut, extended, passed
 from everwarm.types import Blob, SeqId
 
-MOST_UNWANTED = 64  # decodes in a row
+Tokens = NDArray[np.int32]
+Rows = NDArray[np.float32]
+
+MOST_UNWANTED = (
+    1024  # decodes in a row: for each change libllama measures its graphs anew, which takes many steps' time
+)
 MOST_WAITING = 32  # tokens of a sequence that the head has not read
 
 
@@ -49,6 +55,82 @@ class _Part(NamedTuple):
     tokens: Tokens
     rows: Rows
     wants_guess: bool
+
+
+# what the head knows of a sequence; pure
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """What the head knows of a sequence. It reads a token together with the model's last hidden row before it, and has
+    cells for the positions from ``start`` to ``end``; behind them wait tokens that the model has read and the head has not,
+    each with its row, so that the head reads them when it is needed and many at a time.
+
+    ``rows`` has one more than ``tokens``: the last goes with the token that comes next. A row of zeroes is unknown."""
+
+    start: int
+    end: int
+    tokens: Tokens
+    rows: Rows
+
+    @property
+    def known(self) -> int:
+        """The position of the next token."""
+        return self.end + len(self.tokens)
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether the head has, or can have, cells for all these positions."""
+        return self.start <= start and stop <= self.known
+
+    def row(self, pos: int) -> Rows | None:
+        """The row that goes with the token at this position; None: it is not known any more."""
+        return self.rows[pos - self.end] if self.end <= pos <= self.known else None
+
+
+def cold(pos: int, width: int, row: Rows | None = None) -> Track:
+    """Nothing is known before ``pos``, but perhaps the row that goes with the token there."""
+    rows = np.zeros((1, width), np.float32) if row is None else row.reshape(1, width)
+    return Track(pos, pos, np.empty(0, np.int32), rows)
+
+
+def cut(track: Track, pos: int) -> Track:
+    """Nothing is known from ``pos`` on. Where the head has cells there, they must be removed."""
+    width = track.rows.shape[1]
+    if pos < track.start:
+        return cold(pos, width)
+    if pos < track.end:
+        return Track(track.start, pos, np.empty(0, np.int32), np.zeros((1, width), np.float32))
+    n = pos - track.end
+    return Track(track.start, track.end, track.tokens[:n], track.rows[: n + 1]) if n < len(track.tokens) else track
+
+
+def extended(track: Track, pos: int, tokens: Tokens, after: Rows) -> Track:
+    """The model has read these tokens from ``pos`` on; ``after``: its row after each of them. Tokens that were read before,
+    in a draft that was taken back, are known already. After a gap all before it is forgotten."""
+    if pos > track.known:
+        track = cold(pos, track.rows.shape[1])
+    elif pos < track.end:
+        track = cut(track, pos)
+    held = track.tokens[pos - track.end :]
+    n = min(len(held), len(tokens))
+    if not np.array_equal(held[:n], tokens[:n]):
+        track, n = cut(track, pos), 0
+    elif n == len(tokens):
+        return track
+    return Track(
+        track.start,
+        track.end,
+        np.concatenate([track.tokens, tokens[n:]]),
+        np.concatenate([track.rows, after[n:]]),
+    )
+
+
+def passed(track: Track, n: int) -> Track:
+    """The head has read the first ``n`` tokens that waited."""
+    return Track(track.start, track.end + n, track.tokens[n:].copy(), track.rows[n:].copy())
+
+
+# the head
 
 
 class Head(Closing):
@@ -178,7 +260,8 @@ class Head(Closing):
 
     def _knows(self, due: Due) -> bool:
         """Whether what waits is what is due, up to the token that was picked just now."""
-        track, n_again = self._tracks[due.seq], len(due.tokens) - 1
+        track = self._tracks[due.seq]
+        n_again = len(due.tokens) - 1
         if track.known != due.end + n_again or track.end > due.end:
             return False
         return bool(np.array_equal(track.tokens[len(track.tokens) - n_again :], due.tokens[:-1]))
@@ -258,7 +341,8 @@ class Head(Closing):
 
     def bytes_per_token(self, seq: SeqId) -> int:
         """What the second token of a sequence that has two adds to its bytes."""
-        one, two = self.capture(seq, 0, 1), self.capture(seq, 0, 2)
+        one = self.capture(seq, 0, 1)
+        two = self.capture(seq, 0, 2)
         return 0 if one is None or two is None else len(two) - len(one)
 
     def splice(self, seq: SeqId, blob: Blob | None, start: int, stop: int, n_cells: int) -> None:

@@ -23,10 +23,6 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, which Python's mmap does not name
 _PIECE = 64 << 20  # is committed at once
 
 
-class NotPinned(Exception):
-    """The memory stays as it was, and this says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class Runtime:
     """The functions of the CUDA runtime that are needed; all return 0 if all is well."""
@@ -56,9 +52,12 @@ def runtime_of(cdll: Any) -> Runtime:
     register = cdll.cudaHostRegister
     unregister = cdll.cudaHostUnregister
     last_error = cdll.cudaGetLastError
-    register.argtypes, register.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint], ctypes.c_int
-    unregister.argtypes, unregister.restype = [ctypes.c_void_p], ctypes.c_int
-    last_error.argtypes, last_error.restype = [], ctypes.c_int
+    register.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+    register.restype = ctypes.c_int
+    unregister.argtypes = [ctypes.c_void_p]
+    unregister.restype = ctypes.c_int
+    last_error.argtypes = []
+    last_error.restype = ctypes.c_int
     return Runtime(register, unregister, last_error)
 
 
@@ -66,7 +65,8 @@ class Pinned:
     """Registered memory, until ``close``."""
 
     def __init__(self, runtime: Runtime, memory: Blob, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Commits all of it, which takes up to half a second for each gigabyte. Raises ``NotPinned``."""
+        """Commits all of it, which takes up to half a second for each gigabyte. ``OSError``: the memory stays as it
+        was."""
         assert memory.ctypes.data % mmap.PAGESIZE == 0, "pinned memory begins with a page"
         self._runtime = runtime
         self._memory: Blob | None = memory
@@ -78,7 +78,7 @@ class Pinned:
         self.registered_s = time.monotonic() - began - self.committed_s
         if code:
             runtime.last_error()  # clears it; otherwise the next call would report it
-            raise NotPinned(f"the CUDA runtime refused {memory.nbytes} bytes (error {code})")
+            raise OSError(f"the CUDA runtime refused {memory.nbytes} bytes (error {code})")
 
     def close(self) -> None:
         memory = self._memory
@@ -90,10 +90,11 @@ class Pinned:
 def _commit(memory: Blob, is_stopped: Callable[[], bool]) -> None:
     """Have the system find pages for all of it now. A system that does not know how finds them when they are registered."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
-    madvise.argtypes, madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    madvise.restype = ctypes.c_int
     for at in range(0, memory.nbytes, _PIECE):
         if is_stopped():
-            raise NotPinned("it is not needed any more")
+            raise OSError("it is not needed any more")
         size = min(_PIECE, memory.nbytes - at)
         if madvise(memory.ctypes.data + at, size, _POPULATE_WRITE):
             return

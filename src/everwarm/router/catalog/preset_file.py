@@ -13,7 +13,8 @@ from typing import Any
 from everwarm.errors import BadRequest
 
 EVERY = "*"
-_TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")
+_TRUE = ("on", "enabled", "true", "1")
+_FALSE = ("off", "disabled", "false", "0")
 # llama-server's key → ours, of a models file
 _TEXTS = {
     "model": "path",

@@ -151,7 +151,9 @@ def _ids(found: list[Group], notes: list[str]) -> list[str]:
 
     def named(group: Group) -> str:
         path = os.path.join(group.folder, group.stem)
-        return group.stem if stems[group.stem] == 1 else path if paths[path] == 1 else group.names[0]
+        if stems[group.stem] == 1:
+            return group.stem
+        return path if paths[path] == 1 else group.names[0]
 
     ids = [named(group) for group in found]
     for stem, count in stems.items():

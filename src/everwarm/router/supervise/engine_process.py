@@ -174,7 +174,7 @@ class EngineProcess:
 
     def write(self, frame: m.Frame) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            for part in frame.parts:
+            for part in frame:
                 self._transport.write(part)
 
     def kill(self, reason: str) -> None:

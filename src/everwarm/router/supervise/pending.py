@@ -98,7 +98,7 @@ class PendingRequests:
             pending.has_begun = True
         if isinstance(message, m.TextPiece):
             pending.has_streamed = True
-            pending.frame = m.Frame(())  # it will not be sent again
+            pending.frame = ()  # it will not be sent again
         pending.put(message)
         if isinstance(message, m.Done | m.Failed | m.Answer):
             del self._by_id[message.id]

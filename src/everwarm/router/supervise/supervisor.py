@@ -28,7 +28,7 @@ import msgspec
 
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, PixelsMissing
+from everwarm.errors import PIXELS_MISSING, BadRequest, EngineStopped, FrameTooLarge
 from everwarm.lru import NamespacedLru
 from everwarm.router.supervise.engine_process import EngineProcess
 from everwarm.router.supervise.pending import Pending, PendingRequests, failure
@@ -78,7 +78,7 @@ class RamMemory:
 
 
 Question = m.Question
-Lend = Callable[[], AbstractAsyncContextManager[tuple[m.SentImage, ...]]]  # a request's images with their pixels
+Lend = Callable[[], AbstractAsyncContextManager[tuple[m.SentMedia, ...]]]  # a request's images with their pixels
 
 
 class State(enum.Enum):
@@ -215,7 +215,7 @@ class Supervisor:
             with self._open_request(msgspec.structs.replace(submit, id=self.pending.new_id())) as pending:
                 while not isinstance(message, m.Done | m.Failed):
                     message = await pending.get()
-                    if lend is not None and isinstance(message, m.Failed) and message.code == PixelsMissing.code:
+                    if lend is not None and isinstance(message, m.Failed) and message.code == PIXELS_MISSING:
                         break
                     has_begun = has_begun or isinstance(message, m.Begun)
                     yield message

@@ -45,7 +45,7 @@ from everwarm.state.remote.pointer import (
 )
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
-from everwarm.state.tier import Dropped, InSpaces, ObjectSource, OnPrompts, PartReader, Selection, TheseStates
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts, OpenObject, PartReader, Selection
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
@@ -244,17 +244,17 @@ class RemoteTier:
 
     # questions
 
-    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int) -> Pointer | None:
-        """The deepest state that a pointer names for these items, of more than ``least`` and less than all of them.
+    def find(self, root: str, prompt: Prompt, ends: Iterable[int], *, least: int, most: int) -> Pointer | None:
+        """The deepest state that a pointer names for these items, of more than ``least`` and at most ``most`` of them.
         ``ends`` are the prompt's boundaries."""
-        exact, cells = probes(ends, least, len(prompt) - 1)
+        exact, cells = probes(ends, least, most)
         named = keys(root, prompt, {*exact, *(at for _, at in cells)})
         names = [f"at-{named[at][:32]}" for at in exact]
         names += [f"near-{grid}-{named[at][:32]}" for grid, at in cells]
         wanted = [name for name in names if not self._is_missed(name)]
         if not wanted or self.breaker.is_open:
             return None
-        found = [pointer for pointer in self._ask(wanted) if least < pointer.n_items < len(prompt)]
+        found = [pointer for pointer in self._ask(wanted) if least < pointer.n_items <= most]
         named = keys(root, prompt, {pointer.n_items for pointer in found})
         right = [pointer for pointer in found if named[pointer.n_items] == pointer.key]
         if not right:
@@ -319,19 +319,28 @@ class RemoteTier:
 
     @contextlib.contextmanager
     def fetching(
-        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: ObjectSource, names: frozenset[str]
-    ) -> Iterator[RemoteFetch]:
-        """The objects of a state, without KV of its first ``n_kv`` items; those with these names are read from a
-        ``nearer`` tier. On leaving, pending downloads are not waited for."""
-        fetch = RemoteFetch(self, pointer, n_kv, patience_s, nearer, names)
+        self, pointer: Pointer, n_kv: int, patience_s: float, nearer: OpenObject, names: frozenset[str]
+    ) -> Iterator[OpenObject]:
+        """The objects of a state, without KV of its first ``n_kv`` items: everything that no ``nearer`` tier has is
+        requested at once. Those with these names are read from there. On leaving, pending downloads are not waited for."""
+        sizes = {pointer.name: pointer.size} | {need.name: need.size for need in pointer.needs if need.reach > n_kv}
+        downloads = {name: self.download(name, size, patience_s) for name, size in sizes.items() if name not in names}
+
+        def open_object(name: str) -> contextlib.AbstractContextManager[PartReader]:
+            if name in names:
+                return nearer(name)
+            download = downloads.pop(name, None) or self.download(name, FIRST_GUESS, patience_s)
+            return self.reading(name, download)
+
         try:
-            yield fetch
+            yield open_object
             self.counts.n_hits += 1
         except Damaged:
             self.counts.n_misses += 1
             raise
         finally:
-            fetch.cancel()
+            for download in downloads.values():
+                download.cancel()
 
     @contextlib.contextmanager
     def reading(self, name: str, download: Download) -> Iterator[ObjectReader]:
@@ -476,8 +485,8 @@ class RemoteTier:
         match what:
             case OnPrompts():
                 return what.keys(n_items for n_items, _, _ in self._announced.values())
-            case TheseStates():
-                return {kept.key for kept in what.states}
+            case tuple():
+                return {kept.key for kept in what}
             case InSpaces():
                 return {key for key, (*_, space) in self._announced.items() if what.has(space)}
 
@@ -530,37 +539,3 @@ class RemoteTier:
             what[name] = time.monotonic() + seconds
             while len(what) > MAX_REMEMBERED:
                 del what[next(iter(what))]
-
-
-class RemoteFetch:
-    """The download of a state and its KV: everything that no nearer tier has is requested at once."""
-
-    def __init__(
-        self,
-        remote: RemoteTier,
-        pointer: Pointer,
-        n_kv: int,
-        patience_s: float,
-        nearer: ObjectSource,
-        names: frozenset[str],
-    ) -> None:
-        self._remote = remote
-        self._nearer = nearer
-        self._patience_s = patience_s
-        self._names_nearer = names
-        sizes = {pointer.name: pointer.size} | {need.name: need.size for need in pointer.needs if need.reach > n_kv}
-        self._downloads = {
-            name: remote.download(name, size, patience_s)
-            for name, size in sizes.items()
-            if name not in self._names_nearer
-        }
-
-    def reading(self, name: str) -> contextlib.AbstractContextManager[PartReader]:
-        if name in self._names_nearer:
-            return self._nearer.reading(name)
-        download = self._downloads.pop(name, None) or self._remote.download(name, FIRST_GUESS, self._patience_s)
-        return self._remote.reading(name, download)
-
-    def cancel(self) -> None:
-        for download in self._downloads.values():
-            download.cancel()

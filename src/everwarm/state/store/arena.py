@@ -64,12 +64,7 @@ class Extent:
     doubt: bytes | None = None  # the digest its bytes must have, until they are verified
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A kept object of an earlier process; its bytes are not verified yet."""
-
-    about: bytes
-    blob: Blob
+Found = tuple[bytes, Blob]  # what an earlier process said of an object, and the object
 
 
 class Arena:
@@ -139,14 +134,23 @@ class Arena:
         return self._hand_out(at, n_bytes)
 
     def lend(self, n_bytes: int) -> Blob:
-        """A temporary array: from the held part if there is room, else from the process's own memory, which is
-        allocated faster than the file's."""
+        """A temporary array for a device's copy: from the held part if there is room, else from the process's own memory,
+        which is allocated faster than the file's."""
+        found = self._lend_held(n_bytes)
+        if found is None:
+            return _touched(n_bytes) if self._is_held else heap(n_bytes)
+        return found
+
+    def lend_to_readers(self, n_bytes: int) -> Blob:
+        """The same for several threads that fill it from a file: they touch its pages themselves."""
+        found = self._lend_held(n_bytes)
+        return heap(n_bytes) if found is None else found
+
+    def _lend_held(self, n_bytes: int) -> Blob | None:
         with self._lock:
             self._reap()
             at = self._take(n_bytes, self._fence) if self._is_held else None
-        if at is not None:
-            return self._hand_out(at, n_bytes)
-        return _touched(n_bytes) if self._is_held else heap(n_bytes)
+        return None if at is None else self._hand_out(at, n_bytes)
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether an array of this size would get a place, and in the held part if some of the arena is held."""
@@ -213,6 +217,14 @@ class Arena:
         extent = self._extent(blob)
         return extent is not None and extent.row is not None
 
+    def digest_of(self, blob: Blob) -> str | None:
+        """The digest of a kept object's bytes; None: it is not kept."""
+        extent = self._extent(blob)
+        row = None if extent is None or extent.doubt is not None else extent.row
+        if extent is None or row is None or blob.nbytes != int(self._rows["size"][row]):
+            return None
+        return bytes(self._rows["digest"][row]).hex()
+
     def found(self) -> Iterator[Found]:
         """What an earlier process kept, once. What is not adopted is forgotten."""
         while self._found:
@@ -220,9 +232,9 @@ class Arena:
 
     def look_at_found(self, is_stopped: Callable[[], bool]) -> None:
         """Verify everything that was found and is not adopted yet, before a request needs it."""
-        for found in list(self._found):
+        for _, blob in list(self._found):
             if not is_stopped():
-                self.is_sound(found.blob)
+                self.is_sound(blob)
 
     def is_sound(self, blob: Blob) -> bool:
         """Whether the bytes are unchanged since they were kept. Takes time once for each object found."""
@@ -275,7 +287,7 @@ class Arena:
         extent.row = row
         extent.about = extents[1]
         extent.doubt = kept["digest"].tobytes()
-        return Found(about, blob)
+        return about, blob
 
     def _lay_out_free(self, size: int) -> None:
         spans = [span for e in self._alive.values() for span in ((e.at, e.room), e.about) if span is not None]

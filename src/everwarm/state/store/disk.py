@@ -42,7 +42,7 @@ from everwarm.state.lineage import Point, keys, point_of
 from everwarm.state.store.background_pass import BackgroundPass
 from everwarm.state.store.eviction_order import VictimQueue
 from everwarm.state.store.files import TEMPORARY, Files, make_folder
-from everwarm.state.store.index import INDEX, Index, IndexContent, IndexedObject
+from everwarm.state.store.index import INDEX, Index, IndexedObject, RememberedObject
 from everwarm.state.store.object import (
     SUFFIX,
     Damaged,
@@ -56,7 +56,7 @@ from everwarm.state.store.object import (
     state_name,
 )
 from everwarm.state.store.object_table import ObjectTable
-from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection, TheseStates
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection
 
 log = logging.getLogger("everwarm.disk")
 
@@ -167,12 +167,6 @@ class DiskCounts:
     n_damaged: int = 0
     n_failures: int = 0
     n_evicted: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedFile:
-    reader: ObjectReader
-    stat: os.stat_result
 
 
 class Disk:
@@ -290,8 +284,8 @@ class Disk:
         among = (kept for kept in self.objects() if kept.kind == "kv" and kept.space == space)
         found: list[NDArray[np.int32]] = []
         for kept in heapq.nlargest(MOST_TEXTS, among, key=lambda kept: kept.used_at):
-            with contextlib.suppress(Damaged), self._verified(kept.name) as opened:
-                items = opened.reader.read("items")
+            with contextlib.suppress(Damaged), self._verified(kept.name) as (reader, _):
+                items = reader.read("items")
                 found.append(items[: len(items) // 4 * 4].view("<i4")[-n_most:])
                 n_most -= len(found[-1])
             if n_most <= 0:
@@ -303,13 +297,13 @@ class Disk:
         """Opens an object, whose sections are verified as they are read. A ``Damaged`` one is removed."""
         if Path(name).name != name:
             raise Damaged(f"{name!r} is not the name of an object")
-        with self._verified(name) as opened:
-            self._admit(name, opened)
-            yield opened.reader
+        with self._verified(name) as (reader, stat):
+            self._admit(name, reader, stat)
+            yield reader
         self.counts.n_read += 1
 
     @contextlib.contextmanager
-    def _verified(self, name: str) -> Iterator[_OpenedFile]:
+    def _verified(self, name: str) -> Iterator[tuple[ObjectReader, os.stat_result]]:
         """Opens a file whose header is whole and belongs to its name."""
         fd = self._open(name)
         try:
@@ -317,7 +311,7 @@ class Disk:
             reader = ObjectReader(fd)
             if name_of(reader.header) != name:
                 raise Damaged("it is another object than its name says")
-            yield _OpenedFile(reader, stat)
+            yield reader, stat
         except Damaged as error:
             if not error.name:  # else it is about another object, and was seen to there
                 error.name = name
@@ -495,11 +489,11 @@ class Disk:
                 named = what.keys(lengths)
                 self.unpin(named)
                 return self._drop_states([k for k in self.objects() if k.kind == "state" and k.key in named])
-            case TheseStates():
-                points = {point_of(kept.key, kept.n_items) for kept in what.states}
+            case tuple():
+                points = {point_of(kept.key, kept.n_items) for kept in what}
                 self.unpin({pin.key for pin in self.pins.all() if points & set(pin.points)})
                 names = self.names()
-                return self._drop_states([kept for kept in what.states if kept.name in names])
+                return self._drop_states([kept for kept in what if kept.name in names])
             case InSpaces():
                 self.unpin({pin.key for pin in self.pins.all() if what.has(pin.space)})
                 return self._drop_all([kept for kept in self.objects() if what.has(kept.space)])
@@ -527,9 +521,9 @@ class Disk:
     def _load(self) -> BackgroundPass:
         """What is there, without opening a file."""
         there = self._list()
-        content = self._from_index(there)
-        self._objects.load(content.objects, there)
-        return BackgroundPass(self._unopened_names(), self._look, partial(self._end_pass, content.gone))
+        known, gone = self._from_index(there)
+        self._objects.load(known, there)
+        return BackgroundPass(self._unopened_names(), self._look, partial(self._end_pass, gone))
 
     def _unopened_names(self) -> Iterator[str]:
         """Those first that the index does not know: they cannot be found yet."""
@@ -545,12 +539,12 @@ class Disk:
                 self.drop(name)
         return {name for name in names if name.endswith(SUFFIX) and not name.startswith(TEMPORARY)}
 
-    def _from_index(self, names: set[str]) -> IndexContent:
+    def _from_index(self, names: set[str]) -> tuple[list[RememberedObject], list[str]]:
         try:
             return self._index.load(names)
         except sqlite3.Error as error:
             self._fail("found in the index", error)
-            return IndexContent()
+            return [], []
 
     def settle(self) -> None:
         """Waits until every file was compared with the index, and the budget is kept to."""
@@ -565,18 +559,18 @@ class Disk:
     def _look(self, name: str) -> None:
         """Reads the header of a file, unless another thread did that before."""
         if self._objects.is_unopened(name):
-            with contextlib.suppress(Damaged), self._verified(name) as opened:
-                self._admit(name, opened)
+            with contextlib.suppress(Damaged), self._verified(name) as (reader, stat):
+                self._admit(name, reader, stat)
 
-    def _admit(self, name: str, opened: _OpenedFile) -> None:
+    def _admit(self, name: str, reader: ObjectReader, stat: os.stat_result) -> None:
         """From now on the table has what the header of this file says."""
         with self._lock:
-            if not self._objects.is_unopened(name) or name == self._in_hand or self._is_replaced(name, opened.stat):
+            if not self._objects.is_unopened(name) or name == self._in_hand or self._is_replaced(name, stat):
                 return  # another thread has seen to it, or will
             before = self._objects.remembered(name)
             now = time.time()
             use = (now, 0) if before is None else (min(before.used_at, now), before.hits)
-            kept = _kept(opened.reader.header, opened.stat.st_size, *use)
+            kept = _kept(reader.header, stat.st_size, *use)
             self._remember(kept)
             with self._indexing():
                 if not self._index.describes(kept):

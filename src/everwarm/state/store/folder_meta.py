@@ -11,7 +11,7 @@ failure means: nothing known.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,7 +27,8 @@ from everwarm.state.store.object import MAJOR
 ABOUT = "about.json"
 MAX_ABOUT = 64 << 10
 MAX_WAYS = 8
-MIN_SECONDS_PER_TOKEN, MAX_SECONDS_PER_TOKEN = 1e-9, 3600.0
+MIN_SECONDS_PER_TOKEN = 1e-9
+MAX_SECONDS_PER_TOKEN = 3600.0
 MAX_FOLDERS = 4
 
 
@@ -91,35 +92,29 @@ def write_about(folder: Path, about: FolderAbout, files: Files | None = None) ->
     (files or Files()).write(folder / ABOUT, [encode_about(about)])
 
 
-@dataclass(frozen=True, slots=True)
-class ForeignPrompts:
-    """Names of states by fingerprint, each with its length in items."""
-
-    states: dict[str, dict[str, int]]
-
-    def n_known(self, namespace: str, prompt: Prompt) -> int:
-        """The length of the longest prefix of a prompt that is kept for another fingerprint."""
-        return max((self._n_known(fingerprint, namespace, prompt) for fingerprint in self.states), default=0)
-
-    def _n_known(self, fingerprint: str, namespace: str, prompt: Prompt) -> int:
-        kept = self.states[fingerprint]
-        named = keys(root_key(fingerprint, namespace), prompt, {n for n in kept.values() if 0 < n <= len(prompt)})
-        return max((n for n, key in named.items() if kept.get(key) == n), default=0)
+ForeignStates = dict[str, dict[str, int]]  # names of states by fingerprint, each with its length in items
 
 
-NOWHERE = ForeignPrompts({})
+def n_foreign_items(states: ForeignStates, namespace: str, prompt: Prompt) -> int:
+    """The length of the longest prefix of a prompt that is kept for another fingerprint."""
+    longest = 0
+    for fingerprint, kept in states.items():
+        lengths = {n for n in kept.values() if 0 < n <= len(prompt)}
+        named = keys(root_key(fingerprint, namespace), prompt, lengths)
+        longest = max(longest, *(n for n, key in named.items() if kept.get(key) == n), 0)
+    return longest
 
 
-def find_foreign_prompts(directory: Path, fingerprint: str) -> ForeignPrompts:
-    """The folders beside this fingerprint's own, the latest ones."""
+def find_foreign_states(directory: Path, fingerprint: str) -> ForeignStates:
+    """Those of the folders beside this fingerprint's own, the latest ones."""
     try:
         folders = [path for path in directory.iterdir() if path.name != folder_name(fingerprint) and path.is_dir()]
         folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     except OSError:
-        return NOWHERE
+        return {}
     found = {}
     for folder in folders[:MAX_FOLDERS]:
         about = read_about(folder)
         if about is not None:
             found[about.fingerprint] = peek_states(folder / INDEX)
-    return ForeignPrompts({other: states for other, states in found.items() if states})
+    return {other: states for other, states in found.items() if states}

@@ -12,7 +12,6 @@ import os
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -67,28 +66,23 @@ class RememberedObject(msgspec.Struct, frozen=True, gc=False, array_like=True):
     hits: _Count
 
 
-@dataclass(frozen=True, slots=True)
-class IndexContent:
-    objects: list[RememberedObject] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)  # rows without a file
-
-
 class Index:
     """Raises ``sqlite3.Error`` when it cannot; on one thread at a time."""
 
     def __init__(self, path: Path) -> None:
         self._database = _open(path)
 
-    def load(self, names: set[str]) -> IndexContent:
-        """``names``: of the files that are there."""
-        found = IndexContent()
+    def load(self, names: set[str]) -> tuple[list[RememberedObject], list[str]]:
+        """What is known of the files that are there (``names``), and the rows without a file."""
+        found: list[RememberedObject] = []
+        gone: list[str] = []
         cursor = self._database.execute(_LOAD)
         while rows := cursor.fetchmany(_MANY):
             if not names.issuperset(map(itemgetter(0), rows)):
-                found.gone.extend(row[0] for row in rows if row[0] not in names)
+                gone.extend(row[0] for row in rows if row[0] not in names)
                 rows = [row for row in rows if row[0] in names]
-            found.objects.extend(_decode(rows))
-        return found
+            found.extend(_decode(rows))
+        return found, gone
 
     def describes(self, kept: IndexedObject) -> bool:
         """Whether the row of this object says what its file says."""

@@ -13,8 +13,9 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from typing import Literal, TypeAlias
 
 import blake3
 import msgspec
@@ -27,7 +28,9 @@ from everwarm.types import Blob, Place, heap
 Kind = Literal["kv", "state", "slot"]
 
 MAGIC, END = b"EVERWARM", b"MRAWREVE"
-MAJOR, MINOR = 1, 1  # 1.1: a section may end with the part of the model's MTP head (``llama.mtp.tail``)
+# 1.1: a section may end with the part of the model's MTP head (``llama.mtp.tail``)
+# 1.2: a checkpoint of a slot may lie in the main file, and the slot's header says how long the state there is
+MAJOR, MINOR = 1, 2
 ALIGN = 4096
 MAX_HEADER = 1 << 20
 MAX_SECTIONS = 1024
@@ -36,7 +39,8 @@ MAX_COUNT = 1 << 40  # of items
 OBJECT_NAME = re.compile(r"(?:kv|state)-[0-9a-f]{16}-[0-9a-f]{32}\.ew")
 
 SHARE = 64 << 20  # bytes that are worth a thread
-MAX_READERS = 4
+HASHED_SHARE = 16 << 20  # the same where a digest follows the readers
+MAX_READERS = 8
 
 _PREFIX = struct.Struct("<8sHHI")
 _FOOTER = struct.Struct("<32s8s")
@@ -44,15 +48,6 @@ _ZEROES = bytes(ALIGN)
 _PIECE = 4 << 20
 
 Doubt = Callable[[Blob, str], bool]  # gets a section and the digest it must have; False: verify it yourself
-
-
-class ObjectPart(Protocol):
-    """What goes into a section: an array, or something that becomes one when it is written."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def data(self) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +63,12 @@ class KvCut:
         return self.copy().data
 
 
+ObjectPart: TypeAlias = "Blob | KvCut"  # what goes into a section
+
+
 def are_sound(parts: Iterable[ObjectPart], is_sound: Callable[[Blob], bool]) -> bool:
     """Whether the arrays behind these parts are unchanged."""
-    return all(is_sound(part.whole if isinstance(part, KvCut) else cast(Blob, part)) for part in parts)
+    return all(is_sound(part.whole if isinstance(part, KvCut) else part) for part in parts)
 
 
 class Damaged(EverwarmError):
@@ -91,7 +89,8 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlotPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One checkpoint of a slot's companion; its state, and the logits after it if they were kept, are in sections."""
+    """One checkpoint of a slot. Its state is in a section of the companion, behind the main file's own state, or is that
+    state; the logits after it, if they were kept, are in a section."""
 
     n_items: int
     cut: str
@@ -99,6 +98,10 @@ class SlotPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunks: tuple[tuple[int, int], ...]
     section: str
     logits: str = ""
+    at: int = 0  # where its state begins in the main file; 0, and no section: it is the main file's own state
+    n_bytes: int = 0  # of its state there
+    tail: str = ""  # the section with the part of the MTP head, which is not in the main file
+    digest: str = ""  # of the state there and the head's part
 
 
 class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -117,7 +120,10 @@ class ObjectHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     needs: tuple[str, ...] = ()
     reaches: tuple[int, ...] = ()  # up to which item each of them is used: beyond, it may belong to another branch
     points: tuple[SlotPoint, ...] = ()  # of a slot
-    main: str = ""  # digest of the file that a slot's companion belongs to
+    main: str = (
+        ""  # of a slot: the digest of the main file's tokens and state, and of all behind if ``state_bytes`` is 0
+    )
+    state_bytes: int = 0  # of the state in the main file; 0: not said, as before 1.2
     owner: str = ""  # of a slot: a digest that only its namespace gives; "": from before files had one
     media: tuple[tuple[int, bytes, int, int, bool], ...] = ()  # of its items: see ``prompt.MediaRow``
     space: str = ""  # a name for its namespace that does not reveal it
@@ -303,6 +309,16 @@ def fill(fd: int, view: memoryview, offset: int) -> None:
         return _fill(fd, view, offset)
     in_shares(len(view), SHARE, MAX_READERS, lambda start, stop: _fill(fd, view[start:stop], offset + start))
     return None
+
+
+def fill_hashed(fd: int, view: memoryview, offset: int, hasher: blake3.blake3) -> None:
+    """The same, and every byte goes through a hasher in its order while later ones are being read."""
+    shares = [(start, min(start + HASHED_SHARE, len(view))) for start in range(0, len(view), HASHED_SHARE)]
+    with ThreadPoolExecutor(MAX_READERS, "everwarm-share") as threads:
+        reading = [threads.submit(_fill, fd, view[start:stop], offset + start) for start, stop in shares]
+        for (start, stop), done in zip(shares, reading, strict=True):
+            done.result()
+            hasher.update(view[start:stop])
 
 
 def _fill(fd: int, view: memoryview, offset: int) -> None:

@@ -1,7 +1,8 @@
 """Slot files: llama.cpp's own sequence file, and our companion beside it. Formats and safe opening, nothing else.
 
     NAME               u32 "ggsq" · u32 version · u32 n · n × i32 tokens · libllama's sequence state
-    NAME.checkpoints   an object (see ``object``) with the items, every checkpoint, its owner, and the digest of NAME
+    NAME.checkpoints   an object (see ``object``) with the items, the checkpoints that are not in NAME, what the MTP head
+                       knows, the owner, and the digest of NAME
     .ns-DIGEST/        the same of a namespace that the directory itself does not belong to
 
 The first is llama-server's format. It writes its token list packed (−1, version, count, tokens, media) and may append
@@ -19,14 +20,15 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import blake3
 import numpy as np
 
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Codes
-from everwarm.state.store.files import Aside, Files, locked
-from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, fill
+from everwarm.state.store.files import Aside, FilePiece, Files, locked
+from everwarm.state.store.object import Damaged, ObjectHeader, ObjectReader, SlotPoint, fill, fill_hashed
 from everwarm.state.store.slot_names import companion_of
 from everwarm.types import Blob, Place, heap
 
@@ -39,7 +41,9 @@ MAX_POINTS = 4096  # of an appendix; llama-server keeps 32 unless it is told oth
 _HEAD = struct.Struct("<III")
 _PACKED = struct.Struct("<iII")  # −1, version, tokens
 _PACKED_VERSION = 1
-_APPENDIX, _APPENDIX_MAGIC, _APPENDIX_VERSION = struct.Struct("<II"), 0x504B4353, 1
+_APPENDIX = struct.Struct("<II")
+_APPENDIX_MAGIC = 0x504B4353
+_APPENDIX_VERSION = 1
 _COUNT, _POINT, _SIZE = struct.Struct("<I"), struct.Struct("<qii"), struct.Struct("<Q")  # a point: tokens, positions
 
 
@@ -51,31 +55,87 @@ class Appended:
     state: Blob
 
 
-def encode_main(tokens: Codes, state: Blob, points: Sequence[Appended] = ()) -> Iterator[bytes | memoryview]:
+@dataclass(frozen=True, slots=True)
+class Scattered:
+    """A sequence's state whose bytes lie in several arrays, in their order."""
+
+    parts: tuple[Blob, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def tobytes(self) -> bytes:
+        return b"".join(part.tobytes() for part in self.parts)
+
+
+SequenceState: TypeAlias = "Blob | Scattered"
+
+
+def parts_of(state: SequenceState) -> tuple[Blob, ...]:
+    return state.parts if isinstance(state, Scattered) else (state,)
+
+
+def encode_main(tokens: Codes, state: SequenceState, points: Sequence[Appended] = ()) -> Iterator[FilePiece]:
     yield _HEAD.pack(MAGIC, VERSION, len(tokens))
     yield np.ascontiguousarray(tokens, "<i4").tobytes()
-    yield state.data
+    yield state.data if isinstance(state, np.ndarray) else [part.data for part in state.parts]
     yield from _appendix(points)
 
 
 def _appendix(points: Sequence[Appended]) -> Iterator[bytes | memoryview]:
-    """Only for states at one position, that of their last token."""
-    if not points:
-        return
-    yield _APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION) + _COUNT.pack(len(points))
-    for point in points:
-        last = point.n_tokens - 1
-        yield _POINT.pack(point.n_tokens, last, last) + _SIZE.pack(len(point.state))
+    *frames, end = _frames([(point.n_tokens, len(point.state)) for point in points])
+    for frame, point in zip(frames, points, strict=True):
+        yield frame
         yield point.state.data
-        yield 2 * _SIZE.pack(0)
+    yield end
 
 
-def main_digest(tokens: Codes, state: Blob, points: Sequence[Appended] = ()) -> str:
+def _frames(points: Sequence[tuple[int, int]]) -> list[bytes]:
+    """What stands before each of these checkpoints (tokens, bytes) and behind the last. Only for states at one position,
+    that of their last token."""
+    if not points:
+        return [b""]
+    before = _APPENDIX.pack(_APPENDIX_MAGIC, _APPENDIX_VERSION) + _COUNT.pack(len(points))
+    frames = []
+    for n_tokens, n_bytes in points:
+        frames.append(before + _POINT.pack(n_tokens, n_tokens - 1, n_tokens - 1) + _SIZE.pack(n_bytes))
+        before = 2 * _SIZE.pack(0)
+    return [*frames, before]
+
+
+def appended_at(n_cells: int, state_bytes: int, points: Sequence[Appended]) -> dict[int, int]:
+    """Where in the file the states of these checkpoints begin, by their tokens."""
+    found, at = {}, _HEAD.size + 4 * n_cells + state_bytes
+    for frame, point in zip(_frames([(point.n_tokens, len(point.state)) for point in points]), points, strict=False):
+        at += len(frame)
+        found[point.n_tokens] = at
+        at += len(point.state)
+    return found
+
+
+def require_appendix(fd: int, n_cells: int, state_bytes: int, points: Sequence[SlotPoint]) -> None:
+    """``Damaged``, unless exactly these checkpoints follow a state of so many bytes, up to the end of the file. Reads no
+    state."""
+    at = _HEAD.size + 4 * n_cells + state_bytes
+    *frames, end = _frames([(point.n_items, point.n_bytes) for point in points])
+    for frame, point in zip(frames, points, strict=True):
+        if os.pread(fd, len(frame), at) != frame or at + len(frame) != point.at or point.n_bytes <= 0:
+            raise Damaged("its checkpoints are not where they should be")
+        at = point.at + point.n_bytes
+    if os.pread(fd, len(end) + 1, at) != end:
+        raise Damaged("it does not end where it should")
+
+
+def main_digest(tokens: Codes, state: SequenceState) -> str:
     """The digest by which a companion recognises its main file."""
-    hasher = blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
-    for part in (state.data, *_appendix(points)):
-        hasher.update(part)
+    hasher = _hasher(tokens)
+    for part in parts_of(state):
+        hasher.update(part.data)
     return str(hasher.hexdigest())
+
+
+def _hasher(tokens: Codes) -> blake3.blake3:
+    return blake3.blake3(np.ascontiguousarray(tokens, "<i4").tobytes(), max_threads=blake3.blake3.AUTO)
 
 
 def split_appendix(state: Blob) -> tuple[Blob, tuple[Appended, ...]]:
@@ -214,17 +274,23 @@ def _require_own(path: Path, claim: Claim) -> None:
         raise BadRequest(f"{path.name} is another's file; choose another filename")
 
 
-def read_main(path: Path, max_tokens: int, n_before: int = 0, place: Place = heap) -> tuple[Codes, Blob]:
-    """Tokens and state of a sequence file, its sizes checked before anything is allocated; ``Damaged`` otherwise. Room for
-    ``n_before`` bytes is left before the state; ``place`` gives the memory for it."""
-    fd = open_plain(path)
-    try:
-        return read_open_main(fd, max_tokens, n_before, place)
-    finally:
-        os.close(fd)
+@dataclass(frozen=True, slots=True)
+class Main:
+    """llama.cpp's file: the token of every cell, and the sequence's state."""
+
+    cells: Codes
+    state: Blob
+    n_bytes: int  # of the file
+    digest: str  # of tokens and state
+
+    @property
+    def has_images(self) -> bool:
+        return int(self.cells.min()) < 0
 
 
-def read_open_main(fd: int, max_tokens: int, n_before: int = 0, place: Place = heap) -> tuple[Codes, Blob]:
+def read_open_main(fd: int, max_tokens: int, n_before: int = 0, place: Place = heap, state_bytes: int = 0) -> Main:
+    """Sizes are checked before anything is allocated. Room for ``n_before`` bytes is left before the state; ``place`` gives
+    the memory for it. ``state_bytes``: of the state; 0: all that follows the tokens."""
     size = os.fstat(fd).st_size
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
@@ -232,13 +298,41 @@ def read_open_main(fd: int, max_tokens: int, n_before: int = 0, place: Place = h
     magic, version, n = _HEAD.unpack(head)
     if magic != MAGIC or version != VERSION:
         raise Damaged("it is not a sequence file of this libllama")
-    end = _HEAD.size + 4 * n
-    if end > size or n > 2 * max_tokens + 1024:
+    start = _HEAD.size + 4 * n
+    if start > size or n > 2 * max_tokens + 1024:
         raise Damaged(f"it says that it has {n} tokens")
-    packed = np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4")
-    state = place(n_before + size - end)[n_before:]
-    fill(fd, state.data, end)
-    return _unpacked(packed), state
+    if state_bytes > size - start:
+        raise Damaged("it ends early")
+    cells = _unpacked(np.frombuffer(os.pread(fd, 4 * n, _HEAD.size), "<i4"))
+    n_state = state_bytes or size - start
+    state = place(n_before + n_state)[n_before:]
+    hasher = _hasher(cells)
+    fill_hashed(fd, state.data, start, hasher)
+    return Main(cells, state, size, str(hasher.hexdigest()))
+
+
+def is_main_of(path: Path, companion: ObjectReader) -> bool:
+    """Whether every byte of a main file is what its companion says. ``Damaged``: it cannot be read."""
+    fd = open_plain(path)
+    try:
+        head = companion.header
+        main = read_open_main(fd, head.n_items, state_bytes=head.state_bytes)
+        if not head.state_bytes:
+            return main.digest == head.main
+        appended = [point for point in head.points if point.at]
+        require_appendix(fd, len(main.cells), head.state_bytes, appended)
+        return main.digest == head.main and all(_is_as_saved(fd, companion, point) for point in appended)
+    finally:
+        os.close(fd)
+
+
+def _is_as_saved(fd: int, companion: ObjectReader, point: SlotPoint) -> bool:
+    state = heap(point.n_bytes)
+    fill(fd, state.data, point.at)
+    hasher = blake3.blake3(state.data, max_threads=blake3.blake3.AUTO)
+    if point.tail:
+        hasher.update(companion.read(point.tail).data)
+    return bool(hasher.hexdigest() == point.digest)
 
 
 def _unpacked(packed: Codes) -> Codes:

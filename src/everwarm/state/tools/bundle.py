@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tarfile import TarInfo
 
 from everwarm.errors import BadRequest
 from everwarm.state.store.files import Files, make_folder
@@ -38,19 +39,12 @@ _END = bytes(2 * _BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    name: str
-    at: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class Bundle:
     """The verified content of a file: objects of one model, each of them whole."""
 
     fingerprint: str
     about: FolderAbout | None
-    members: tuple[Member, ...]
+    members: tuple[TarInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +120,13 @@ def open_bundle(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def members_of(fd: int) -> Iterator[Member]:
+def members_of(fd: int) -> Iterator[TarInfo]:
     """Every member, before anything of it is read. What ``export`` does not write is refused."""
     file_size, at = os.fstat(fd).st_size, 0
     seen: set[str] = set()
     while any(block := _read(fd, at, _BLOCK)):
         try:
-            info = tarfile.TarInfo.frombuf(block, "ascii", "strict")
+            info = TarInfo.frombuf(block, "ascii", "strict")
         except (tarfile.TarError, ValueError) as error:
             raise BadRequest(f"not a bundle of states: the header at byte {at} cannot be read ({error})") from None
         if (
@@ -147,7 +141,8 @@ def members_of(fd: int) -> Iterator[Member]:
         if info.name in seen or len(seen) >= MAX_MEMBERS:
             raise BadRequest(f"{info.name} is in the bundle twice, or there are over {MAX_MEMBERS} objects")
         seen.add(info.name)
-        yield Member(info.name, at, info.size)
+        info.offset_data = at
+        yield info
         at += info.size + len(_padding(info.size))
 
 
@@ -161,7 +156,7 @@ def _read(fd: int, at: int, size: int) -> bytes:
 def check_bundle(fd: int, directory: Path, tick: Tick) -> Bundle:
     """Verifies every byte; nothing has been written if this refuses."""
     fingerprint, about = "", None
-    members: list[Member] = []
+    members: list[TarInfo] = []
     have: set[str] = set()
     for member in members_of(fd):
         if member.name == ABOUT:
@@ -185,8 +180,8 @@ def check_bundle(fd: int, directory: Path, tick: Tick) -> Bundle:
     )
 
 
-def _read_about(fd: int, member: Member) -> FolderAbout:
-    about = decode_about(_read(fd, member.at, member.size)) if member.size <= MAX_ABOUT else None
+def _read_about(fd: int, member: TarInfo) -> FolderAbout:
+    about = decode_about(_read(fd, member.offset_data, member.size)) if member.size <= MAX_ABOUT else None
     if about is None:
         raise BadRequest(f"the {ABOUT} in the bundle cannot be understood")
     return about.without_paths()
@@ -196,7 +191,7 @@ def _names_in(folder: Path) -> set[str]:
     return set(read_folder(folder).objects) if folder.is_dir() else set()
 
 
-def _verified(fd: int, member: Member, tick: Tick) -> ObjectHeader:
+def _verified(fd: int, member: TarInfo, tick: Tick) -> ObjectHeader:
     with _blaming(member):
         reader = _open_member(fd, member)
         for piece in reader.pieces():
@@ -204,8 +199,8 @@ def _verified(fd: int, member: Member, tick: Tick) -> ObjectHeader:
         return reader.header
 
 
-def _open_member(fd: int, member: Member) -> ObjectReader:
-    reader = ObjectReader(fd, member.at, member.size)
+def _open_member(fd: int, member: TarInfo) -> ObjectReader:
+    reader = ObjectReader(fd, member.offset_data, member.size)
     head = reader.header
     if head.kind == "slot" or name_of(head) != member.name:
         raise Damaged("it is another object than its name says")
@@ -215,7 +210,7 @@ def _open_member(fd: int, member: Member) -> ObjectReader:
 
 
 @contextlib.contextmanager
-def _blaming(member: Member) -> Iterator[None]:
+def _blaming(member: TarInfo) -> Iterator[None]:
     try:
         yield
     except Damaged as error:
@@ -244,7 +239,7 @@ def _require_room(folder: Path, n_bytes: int) -> None:
         raise BadRequest(f"{n_bytes} bytes are to be written to {folder} but only {free} are free")
 
 
-def _again(fd: int, member: Member, fingerprint: str, tick: Tick) -> Iterator[bytes]:
+def _again(fd: int, member: TarInfo, fingerprint: str, tick: Tick) -> Iterator[bytes]:
     reader = _open_member(fd, member)
     if reader.header.fingerprint != fingerprint:
         raise Damaged("it is another object than before")

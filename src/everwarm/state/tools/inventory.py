@@ -30,7 +30,7 @@ from everwarm.state.store.object import (
     Unreadable,
     name_of,
 )
-from everwarm.state.store.slot_file import main_digest, read_main
+from everwarm.state.store.slot_file import is_main_of
 from everwarm.state.store.slot_names import COMPANION
 
 QUARANTINE = "quarantine"
@@ -303,7 +303,7 @@ def inspect(path: Path) -> Inspected:
     try:
         reader = ObjectReader(fd)
         damaged = {s.name: why for s in reader.header.sections if (why := _damage(reader, s))}
-        return Inspected(path, os.fstat(fd).st_size, reader.header, damaged, _needs(path, reader.header))
+        return Inspected(path, os.fstat(fd).st_size, reader.header, damaged, _needs(path, reader))
     except Damaged as error:
         raise BadRequest(f"{path.name} is damaged or no object: {error}") from None
     finally:
@@ -319,9 +319,10 @@ def _damage(reader: ObjectReader, section: Section) -> str:
     return ""
 
 
-def _needs(path: Path, head: ObjectHeader) -> dict[str, str]:
+def _needs(path: Path, reader: ObjectReader) -> dict[str, str]:
+    head = reader.header
     if head.kind == "slot":
-        return {path.name.removesuffix(COMPANION): _main_trouble(path, head)}
+        return {path.name.removesuffix(COMPANION): _main_trouble(path, reader)}
     return {need: _trouble(path.parent / Path(need).name) for need in head.needs}
 
 
@@ -333,10 +334,10 @@ def _trouble(path: Path) -> str:
     return str(check_digests(path) or "")
 
 
-def _main_trouble(path: Path, head: ObjectHeader) -> str:
+def _main_trouble(path: Path, reader: ObjectReader) -> str:
     """A companion belongs to one main file, beside it."""
     try:
-        tokens, state = read_main(path.with_name(path.name.removesuffix(COMPANION)), head.n_items)
+        is_right = is_main_of(path.with_name(path.name.removesuffix(COMPANION)), reader)
     except Damaged as error:
         return str(error)
-    return "" if main_digest(tokens, state) == head.main else "it is another file than the companion belongs to"
+    return "" if is_right else "it is another file than the companion belongs to"

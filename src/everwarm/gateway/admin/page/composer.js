@@ -1,18 +1,18 @@
-// Where messages are written: text, pictures, send and stop.
+// Where messages are written: text, images, send and stop.
 
 import { button, h, say } from "./dom.js";
 
-const MOST_PICTURES = 8;
+const MOST_IMAGES = 8;
 const MOST_BYTES = 12 << 20;
 
 export class Composer {
   constructor({ send, stop }) {
     this._send = send;
     this._sees = false;
-    this._pictures = [];
+    this._images = [];
     this.area = h("textarea", { id: "say", rows: "1", placeholder: "Write a message", "aria-label": "Message", on: { input: () => this._grow(), keydown: (event) => this._key(event) } });
     this.file = h("input", { type: "file", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, hidden: true, on: { change: () => this._attach([...this.file.files]) } });
-    this.attach = button("Picture", { class: "plain", id: "attach", hidden: true, title: "Attach a picture" }, () => this.file.click());
+    this.attach = button("Image", { class: "plain", id: "attach", hidden: true, title: "Attach an image" }, () => this.file.click());
     this.sendButton = button("Send", { class: "primary", id: "send" }, () => this.send());
     this.stopButton = button("Stop", { id: "stop", hidden: true, title: "Stop the reply (Esc)" }, stop);
     this.shown = h("div", { class: "attached" });
@@ -36,9 +36,9 @@ export class Composer {
   }
 
   send() {
-    if (!this._send(this.area.value, this._pictures)) return;
+    if (!this._send(this.area.value, this._images)) return;
     this.area.value = "";
-    this._pictures = [];
+    this._images = [];
     this._show();
     this._grow();
   }
@@ -54,7 +54,7 @@ export class Composer {
     this.area.style.height = `${this.area.scrollHeight}px`;
   }
 
-  /** Takes pictures that are dropped anywhere on an element. */
+  /** Takes images that are dropped anywhere on an element. */
   takeDrops(element) {
     const over = (isOver) => element.classList.toggle("drop", isOver && this._sees);
     element.addEventListener("dragover", (event) => { event.preventDefault(); over(true); });
@@ -67,19 +67,19 @@ export class Composer {
   }
 
   async _attach(files) {
-    if (files.length && !this._sees) say("This model does not take pictures.");
+    if (files.length && !this._sees) say("This model does not take images.");
     if (!this._sees) return;
     for (const file of files) {
-      if (!/^image\/(png|jpeg|webp|gif)$/.test(file.type) || file.size > MOST_BYTES || this._pictures.length >= MOST_PICTURES) continue;
-      this._pictures.push(await asUrl(file));
+      if (!/^image\/(png|jpeg|webp|gif)$/.test(file.type) || file.size > MOST_BYTES || this._images.length >= MOST_IMAGES) continue;
+      this._images.push(await asUrl(file));
     }
     this.file.value = "";
     this._show();
   }
 
   _show() {
-    this.shown.replaceChildren(...this._pictures.map((url, nth) => button(h("img", { src: url, alt: "" }), { "aria-label": "Take this picture out" }, () => {
-      this._pictures.splice(nth, 1);
+    this.shown.replaceChildren(...this._images.map((url, nth) => button(h("img", { src: url, alt: "" }), { "aria-label": "Take this image out" }, () => {
+      this._images.splice(nth, 1);
       this._show();
     })));
   }

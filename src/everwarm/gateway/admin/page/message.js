@@ -48,7 +48,7 @@ function branches(talk, message, acts, isBusy) {
 
 function body(message) {
   const made = h("div", { class: "body" });
-  if (message.pictures?.length) made.append(h("div", { class: "pictures" }, message.pictures.map((url) => picture(url))));
+  if (message.pictures?.length) made.append(h("div", { class: "pictures" }, message.pictures.map((url) => attached(url))));
   if (message.thinking) made.append(thinking(message));
   if (message.role === "tool") return h("div", { class: "body" }, h("div", { class: "said" }, message.content));
   if (message.content || message.isWriting || message.role === "user") {
@@ -61,8 +61,8 @@ function body(message) {
   return made;
 }
 
-function picture(url) {
-  return /^data:image\/(png|jpeg|webp|gif);base64,/.test(url) ? h("img", { src: url, alt: "attached picture" }) : h("span", {}, "(picture)");
+function attached(url) {
+  return /^data:image\/(png|jpeg|webp|gif);base64,/.test(url) ? h("img", { src: url, alt: "attached image" }) : h("span", {}, "(image)");
 }
 
 function thinking(message) {

@@ -1,0 +1,244 @@
+"""A restore is answered before the whole file is read: who needs the rest waits for it, and it comes to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from everwarm.config import GREEDY
+from everwarm.engine.engine import Engine
+from everwarm.engine.process import messages as m
+from everwarm.engine.settings import EngineSettings
+from everwarm.engine.slotfile import slot_io
+from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.tiers.arriving import Arriving
+from support.drive import text
+from support.models import tiny_model
+from support.slot_files import damage_state, header_of
+
+HISTORY, NEW = text(1, 400), text(2, 30)
+ENDS, STABLE = (60, 120, 180, 240, 300), 380
+OLD = 180  # what is read later
+
+
+class Gate:
+    """Reading the rest of a file stops here until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open = threading.Event()
+        self.reached = threading.Event()
+        read = slot_io.Later.read
+
+        def wait(later, point):
+            self.reached.set()
+            assert self.is_open.wait(60)
+            return read(later, point)
+
+        monkeypatch.setattr(slot_io.Later, "read", wait)
+
+
+@dataclass
+class Serving:
+    engine: Engine
+    files: SlotFiles
+    answers: queue.SimpleQueue
+
+    def start(self, action: str, path: Path) -> None:
+        self.files.handle(m.SlotAction(7, 0, action, str(path)), self.engine._loop)
+
+    def answer(self):
+        return self.answers.get(timeout=60)
+
+    def act(self, action: str, path: Path):
+        self.start(action, path)
+        return self.answer()
+
+    def run(self, tokens: list[int], n: int = 4, **more):
+        return self.engine.submit(tokens, GREEDY, max_tokens=n, ignore_eos=True, **more).result()
+
+    def settle(self) -> None:
+        """Until everything that was begun with files is done."""
+        self.files._files.submit(lambda: None).result(60)
+        self.engine.call(lambda core: None)
+
+    def points(self) -> set[int]:
+        return self.engine.call(
+            lambda core: {
+                n.n_items for n in core.cache.tree.nodes() if n.checkpoint is not None and n.checkpoint.is_held
+            }
+        )
+
+
+@contextlib.contextmanager
+def serving(**more) -> Iterator[Serving]:
+    settings = EngineSettings(
+        **{"n_slots": 2, "n_ctx": 2048, "n_spares": 4, "n_threads": 1, "ram_bytes": 256 << 20, "speculate": "off"}
+        | more
+    )
+    with Engine(tiny_model("qwen35", width=64), settings) as engine:
+        answers: queue.SimpleQueue = queue.SimpleQueue()
+        yield Serving(engine, SlotFiles(engine.core, answers.put), answers)
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """A saved conversation."""
+    with serving() as server:
+        server.run(HISTORY, boundaries=ENDS, stable=STABLE)
+        assert isinstance(server.act("save", tmp_path / "a.bin"), m.Answer)
+    assert {OLD, STABLE} < {point.n_items for point in header_of(tmp_path / "a.bin").points}
+    return tmp_path / "a.bin"
+
+
+def golden(prompt: list[int]) -> list[int]:
+    with serving() as server:
+        return list(server.run(prompt, 8).tokens)
+
+
+def test_a_restore_is_answered_before_the_rest_is_read(path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        assert isinstance(server.act("restore", path), m.Answer)
+        assert gate.reached.wait(60) and OLD not in server.points()
+        assert server.run([*HISTORY, *NEW]).n_cached >= len(HISTORY) - 20
+        assert server.run([*HISTORY[:STABLE], *NEW]).n_cached == STABLE
+        gate.is_open.set()
+        server.settle()
+        assert OLD in server.points()
+        assert server.run([*HISTORY[:OLD], *NEW]).n_cached == OLD
+        assert server.engine.call(lambda core: core.cache.loader.arrivals.files) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_request_that_needs_the_rest_waits_for_it(path, monkeypatch, waits):
+    expected = golden([*HISTORY[:OLD], *NEW])
+    gate = Gate(monkeypatch)
+    if not waits:
+        monkeypatch.setattr(Arriving, "best_for", lambda *_: None)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
+        if not waits:
+            assert stream.result().n_cached == 0, "this test could not fail"
+        gate.is_open.set()
+        result = stream.result()
+        assert result.n_cached == (OLD if waits else 0) and list(result.tokens) == expected
+        server.settle()
+
+
+def test_what_is_erased_meanwhile_does_not_come_back(path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        assert server.act("erase", path).data["n_erased"] > 0
+        gate.is_open.set()
+        server.settle()
+        assert server.points() == set()
+        assert server.run([*HISTORY[:OLD], *NEW]).n_cached == 0
+
+
+@pytest.mark.parametrize("namespace", ["", "other"])
+def test_what_is_dropped_meanwhile_does_not_come_back(path, monkeypatch, namespace):
+    """The control drops another namespace."""
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        server.engine.call(lambda core: core.forget_ahead(namespace))
+        gate.is_open.set()
+        server.settle()
+        assert (OLD in server.points()) is (namespace == "other")
+
+
+def test_a_second_save_has_all_of_it(path, tmp_path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        server.start("save", tmp_path / "b.bin")
+        gate.is_open.set()
+        assert isinstance(server.answer(), m.Answer)
+    first, again = (header_of(tmp_path / name) for name in ("a.bin", "b.bin"))
+    assert [(p.n_items, p.digest) for p in first.points] == [(p.n_items, p.digest) for p in again.points]
+    assert path.read_bytes() == (tmp_path / "b.bin").read_bytes()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_file_that_goes_away_meanwhile_is_read_all_the_same(path, monkeypatch, how):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        for file in list(path.parent.iterdir()):
+            file.unlink()
+            if how == "replaced":
+                file.write_bytes(b"something else")
+        gate.is_open.set()
+        server.settle()
+        result = server.run([*HISTORY[:OLD], *NEW], 8)
+    assert result.n_cached == OLD and list(result.tokens) == golden([*HISTORY[:OLD], *NEW])
+
+
+@pytest.mark.parametrize("how", ["changed", "cut short"])
+def test_what_is_damaged_costs_only_what_it_is(path, how):
+    """A checkpoint that is read later: the conversation and all others are there."""
+    if how == "changed":
+        damage_state(path, OLD)
+    with serving() as server:
+        if how == "cut short":
+            read = slot_io.Later.read
+
+            def cut(later, point):
+                if point.n_items == OLD:
+                    raise slot_io.Damaged("it ends early")
+                return read(later, point)
+
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(slot_io.Later, "read", cut)
+                assert isinstance(server.act("restore", path), m.Answer)
+                server.settle()
+        else:
+            assert isinstance(server.act("restore", path), m.Answer)
+            server.settle()
+        result = server.run([*HISTORY[:OLD], *NEW], 8)
+        assert 0 < result.n_cached < OLD and list(result.tokens) == golden([*HISTORY[:OLD], *NEW])
+        assert server.run([*HISTORY, *NEW]).n_cached >= len(HISTORY) - 20
+
+
+def test_an_engine_can_stop_meanwhile(path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        files = server.files._files
+    gate.is_open.set()
+    files.submit(lambda: None).result(60)
+
+
+@pytest.mark.parametrize("n_cut", [1, 100_000])
+def test_a_truncated_file_is_refused_and_harms_no_running_slot(path, n_cut):
+    with serving() as server:
+        server.run([*HISTORY, *NEW])
+        path.write_bytes(path.read_bytes()[:-n_cut])
+        refused = server.act("restore", path)
+        assert isinstance(refused, m.Failed) and "belongs to another file" in refused.message
+        assert server.run([*HISTORY, *NEW, 5]).n_cached >= len(HISTORY) + len(NEW)
+
+
+def test_room_is_made_before_the_file_is_read(path):
+    """A RAM tier that is full of other conversations evicts them first, and stays within its budget."""
+    with serving(ram_bytes=3 << 20) as server:
+        for seed in range(3, 12):
+            server.run(text(seed, 300), boundaries=(100, 200))
+        assert isinstance(server.act("restore", path), m.Answer)
+        server.settle()
+        assert server.engine.call(lambda core: core.cache.tree.ram_bytes) <= 3 << 20
+        assert server.run([*HISTORY, *NEW]).n_cached >= len(HISTORY) - 20
