@@ -15,11 +15,14 @@ NAMES = (
     "loop",
     "throughput",
     "speculation",
+    "pacing",
+    "lookup",
     "residency",
     "restore",
     "match",
     "look",
     "store",
+    "slot_files",
     "objects",
     "swap",
     "pictures",
@@ -44,6 +47,7 @@ ALONE = (
     "state_types",
     "packing",
     "ray",
+    "last_frame",
 )  # these write reports or need more: only where they are named
 
 

@@ -29,7 +29,7 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.lifecycle import intake
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.speculation.draft_length import Record, StepShape
-from everwarm.engine.speculation.drafter import ComputingDrafter, Wanted
+from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
 from everwarm.engine.speculation.pacing import Pacing
 from everwarm.types import SeqId
 
@@ -130,7 +130,8 @@ def _ours(engine: Engine, seed: int, n_prompt: int, *, is_wall: bool) -> tuple[f
     result = engine.submit(prompt, GREEDY, max_tokens=N_REPLY, ignore_eos=True).result()
     ended, after = engine.call(begin)
     assert list(result.tokens) == Imposed.reply
-    return N_REPLY / (ended - began), N_REPLY / (after - before)
+    seconds = result.decode_s if is_wall else ended - began  # as llama-server counts: from the first token to the last
+    return N_REPLY / seconds, N_REPLY / (after - before)
 
 
 def rates_of(rate: float) -> tuple[float, ...]:

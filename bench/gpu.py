@@ -26,7 +26,9 @@ from bench.gpu_peer import about_machine, llama_server
 from bench.measure import EMBEDDED
 from bench.server import Server, ask, everwarm, post
 from bench.workload import memory
-from everwarm.config import ContextOptions
+from everwarm.config import GREEDY, ContextOptions, ModelOptions
+from everwarm.engine.engine import Engine
+from everwarm.engine.settings import EngineSettings
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
@@ -70,11 +72,11 @@ def timed(server: Server, tokens: list[int], n_predict: int, **more: Any) -> tup
     t = reply.timings
     row = {"first_ms": 1e3 * reply.first_s, "total_ms": 1e3 * reply.total_s, "prompt_ms": float(t["prompt_ms"])}
     row |= {"read": float(t["prompt_n"]), "cached": float(t.get("cache_n", 0))}
+    if n_predict > N_REPLY:
+        row["ms_per_step"] = 1e3 * statistics.median(reply.gaps_s)
     if n_predict > 1:
         row["ms_per_token"] = float(t["predicted_ms"]) / float(t["predicted_n"])
     row |= {key: float(t[key]) for key in ("restore_ms", "keep_ms") if key in t}
-    if "kept" in t:
-        row["is_kept"] = float(t["kept"] != "none")
     return row, reply.tokens
 
 
@@ -137,23 +139,29 @@ def switch(book: Book, server: Server, repeats: int, title: str = "switch of two
             time.sleep(PAUSE_S)
 
 
-def slot_files(book: Book, server: Server, repeats: int) -> None:
-    """Saved, erased, restored, and sent again."""
-    history = tokens_of(100)
-    for i in range(repeats):
+def slot_files(book: Book, server: Server, repeats: int, title: str = "slot file") -> None:
+    """Saved, erased, restored, and sent again; then saved once more, as it was restored. The first save also reads the
+    model for its digest, and does not count."""
+    for i in range(repeats + 1):
+        history = tokens_of(100 + i)
         timed(server, history, 1, id_slot=0)
         name = "".join(filter(str.isalnum, server.name)) + f"{i}.bin"
-        saved = _slot(server, "save", name)
+        saved, n_bytes = _slot(server, "save", name)
         _slot(server, "erase", name)
-        restored = _slot(server, "restore", name)
+        restored, _ = _slot(server, "restore", name)
         row, _ = timed(server, history, 1, id_slot=0)
-        book.add("slot file", server.name, {"save_ms": saved, "restore_file_ms": restored, **row})
+        again, _ = _slot(server, "save", name)
+        row |= {"save_ms": saved, "restore_file_ms": restored, "both_ms": restored + row["first_ms"]}
+        row |= {"save_again_ms": again, "main_mb": n_bytes / 1e6}
+        if i:
+            book.add(title, server.name, row)
 
 
-def _slot(server: Server, action: str, name: str) -> float:
+def _slot(server: Server, action: str, name: str) -> tuple[float, float]:
+    """Milliseconds, and the bytes of the main file where the answer says them."""
     began = time.perf_counter()
-    post(server, f"/slots/0?action={action}", {"filename": name})
-    return 1e3 * (time.perf_counter() - began)
+    answer = post(server, f"/slots/0?action={action}", {"filename": name})
+    return 1e3 * (time.perf_counter() - began), float(answer.get("n_written", 0))
 
 
 def decode(book: Book, server: Server, repeats: int) -> None:
@@ -175,7 +183,7 @@ def parallel(book: Book, server: Server, repeats: int) -> None:
         slowest = max(row["first_ms"] for row in rows)
         speed = {"tokens_per_s": N_SLOTS * 128 / total, "last_first_ms": slowest, "total_ms": 1e3 * total}
         if "keep_ms" in rows[0]:
-            speed |= {"keep_ms": max(row["keep_ms"] for row in rows), "n_kept": sum(row["is_kept"] for row in rows)}
+            speed["keep_ms"] = max(row["keep_ms"] for row in rows)
         book.add("8 sessions at once, 2,000 + 128 tokens each", server.name, speed)
         time.sleep(PAUSE_S)
 
@@ -193,7 +201,9 @@ def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: 
         total = time.perf_counter() - began
         last_first = max(row["first_ms"] for row in rows)
         after = {"tokens_per_s": n_streams * N_WRITTEN / total, "last_first_ms": last_first, "total_ms": 1e3 * total}
-        after["ms_per_step"] = (1e3 * total - last_first) / (N_WRITTEN - 1)
+        after["ms_per_step"] = statistics.median(row["ms_per_step"] for row in rows)
+        if "keep_ms" in rows[0]:
+            after["keep_ms"] = max(row["keep_ms"] for row in rows)
         book.add(f"{n_streams} streams that only write, after {n_prompt} cached tokens", server.name, after)
         time.sleep(PAUSE_S)
 
@@ -262,6 +272,17 @@ def one_slot(run: Run) -> None:
             _try(lambda s=server: switch(run.book, s, 5, "switch with one slot"))  # type: ignore[misc]
 
 
+def slot_files_alone(run: Run) -> None:
+    """With room in RAM, and after other conversations have filled it."""
+    with ExitStack() as stack:
+        for server in (stack.enter_context(run.theirs()), stack.enter_context(run.ours())):
+            _try(lambda s=server: slot_files(run.book, s, 3))  # type: ignore[misc]
+            for seed in range(800, 808):
+                timed(server, tokens_of(seed), 1)
+                time.sleep(PAUSE_S)
+            _try(lambda s=server: slot_files(run.book, s, 3, "slot file, a full RAM tier"))  # type: ignore[misc]
+
+
 def eight(run: Run) -> None:
     """Eight sessions at once alone. Of ours so many rounds that the RAM tier is full for the last ones."""
     for start, repeats in ((run.theirs, 3), (run.ours, 6)):
@@ -275,8 +296,9 @@ def writers(run: Run) -> None:
         for start in (run.theirs, run.ours):
             with start(slots=n_streams) as server:
                 _try(lambda s=server, n=n_streams, k=n_prompt: writing(run.book, s, n, k, 3))  # type: ignore[misc]
-        bound = step_ms(run.model, n_streams, n_prompt)
-        run.book.add(f"one step of {n_streams} rows after {n_prompt} tokens each", "libllama", {"ms_per_step": bound})
+        title = f"one step of {n_streams} rows after {n_prompt} tokens each"
+        run.book.add(title, "libllama", {"ms_per_step": step_ms(run.model, n_streams, n_prompt)})
+        run.book.add(title, "the engine, without HTTP", {"ms_per_step": engine_step_ms(run.model, n_streams, n_prompt)})
 
 
 def step_ms(model_path: Path, n_rows: int, depth: int) -> float:
@@ -295,6 +317,19 @@ def step_ms(model_path: Path, n_rows: int, depth: int) -> float:
             context.logits(0)
             times.append(1e3 * (time.perf_counter() - began))
     return statistics.median(times)
+
+
+def engine_step_ms(model_path: Path, n_rows: int, depth: int) -> float:
+    """The same in the engine's own process."""
+    settings = EngineSettings(n_slots=n_rows, n_ctx=N_CTX, model=ModelOptions(n_gpu_layers=99))
+    with Engine(model_path, settings) as engine:
+        for n_reply in (1, N_WRITTEN):
+            asked = [tokens_of(700 + k, depth) for k in range(n_rows)]
+            streams = [engine.submit(tokens, GREEDY, max_tokens=n_reply, ignore_eos=True) for tokens in asked]
+            at = [time.perf_counter() for _ in streams[0]]
+            for stream in streams:
+                stream.result()
+    return 1e3 * statistics.median(np.diff(at))
 
 
 def short_of_ram(run: Run) -> None:
@@ -352,13 +387,14 @@ def _try(action: Callable[[], None]) -> None:
 PHASES: dict[str, Callable[[Run], None]] = {
     "side-by-side": side_by_side,
     "one-slot": one_slot,
+    "slot-files": slot_files_alone,
     "eight": eight,
     "writers": writers,
     "short-of-ram": short_of_ram,
     "unpinned": unpinned,
     "swapped": swapped,
 }
-DEFAULT_PHASES = [name for name in PHASES if name != "eight"]  # the first one has it
+DEFAULT_PHASES = [name for name in PHASES if name not in ("eight", "slot-files")]  # the first one has them
 
 
 def main() -> None:
@@ -383,7 +419,7 @@ def main() -> None:
 
 
 SHOWN = ("prompt_ms", "restore_ms", "first_ms", "read", "ms_per_token", "save_ms", "restore_file_ms", "tokens_per_s")
-SHOWN += ("keep_ms", "ms_per_step", "cached_percent", "seconds")
+SHOWN += ("both_ms", "save_again_ms", "main_mb", "keep_ms", "ms_per_step", "cached_percent", "seconds")
 
 
 def markdown(book: Book) -> str:

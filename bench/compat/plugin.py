@@ -79,7 +79,7 @@ pool = Pool()
 
 
 class _Picture:
-    """The answer to a request for one of the pictures that tests download."""
+    """The answer to a request for one of the images that tests download."""
 
     status_code = 200
 

@@ -59,6 +59,8 @@ def run(side: str, names: list[str], chosen: list[str], *, n_workers: int = 2, r
         "LLAMA_SERVER_BIN_PATH": str(launcher),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}",
         "PYTHONDONTWRITEBYTECODE": "1",
+        "GOMP_SPINCOUNT": "1000",  # two servers and two tests on few cores: threads that spin long wait for each other
+        "OMP_WAIT_POLICY": "active",
         "COMPAT_RECORD": str(outcomes),
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "bench.compat.plugin", "-p", "no:cacheprovider"]

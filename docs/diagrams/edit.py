@@ -1,4 +1,4 @@
-"""A moving picture: a line in the middle of a long chat is edited, on Everwarm and on llama-server, at the speed that was
+"""A moving image: a line in the middle of a long chat is edited, on Everwarm and on llama-server, at the speed that was
 measured (docs/benchmarks/gpu.md)."""
 
 from __future__ import annotations

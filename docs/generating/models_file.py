@@ -22,7 +22,7 @@ _ONE = {
     "mmproj": "its projector for images",
     "template": "a file with another chat template",
     "pinned": "never put to sleep to make room",
-    "load-on-start": "loaded before anybody asks",
+    "load-on-start": "loaded before the first request for it",
     "pooling": "serves it for embeddings instead of text, pooled so: `auto`, `none`, `mean`, `cls`, `last` or `rank`",
     "ttl": "idle for so long: put to sleep, with everything kept; seconds or a time like `10m`; 0: never",
 }

@@ -1,0 +1,86 @@
+"""Drafts that are looked up, by simulation: the engine itself and the texts of ``speculation``, on machines whose steps
+cost what a table says. No clock is read, so the figures are the same on any machine; ``python -m bench lookup``.
+
+The CPU's costs were measured: a q8_0 model of 100 MB on one thread, AVX2 (the wheel) and AVX-512 (``everwarm backend
+install native``). The GPU's are those of an H200 up to four rows, and made up beyond.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.imposed import Imposed
+from bench.measure import model_file, table
+from bench.speculation import texts
+from everwarm.config import GREEDY
+from everwarm.demo.tiny import TinySpec
+from everwarm.engine.engine import Engine
+from everwarm.engine.lifecycle import intake
+from everwarm.engine.settings import EngineSettings
+from everwarm.engine.speculation import speculator
+from everwarm.llama.context import Context, Feed
+
+SEEDS = range(100, 108)  # what was chosen was chosen on 0 to 5
+ONE_ROW_S = 0.008
+LOOK_S = 1.5e-4  # between two decodes, which leave no line of the caches behind
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 512)
+MACHINES = {
+    "CPU, the wheel": (1, 2.4, 3.4, 4.9, 8.3, 12.0, 15.5, 23.0, 30.0, 230.0),
+    "CPU, native": (1, 2.4, 2.9, 3.8, 6.0, 8.6, 11.0, 16.5, 22.0, 160.0),
+    "GPU": (1, 1.06, 1.19, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0, 12.5),
+}
+
+
+class Costs:
+    """In place of clocks: only decoding and looking take time."""
+
+    def __init__(self) -> None:
+        self.multiples: Sequence[float] = ()
+        self.decoded_s = self._looked_s = 0.0
+        self._decode = Context.decode
+
+    def step_s(self, n_rows: int) -> float:
+        return ONE_ROW_S * float(np.interp(n_rows, ROWS, self.multiples))
+
+    def decode(self, context: Context, feeds: Sequence[Feed]) -> None:
+        self._decode(context, feeds)
+        self.decoded_s += self.step_s(sum(len(feed.tokens) for feed in feeds))
+
+    def thread_time(self) -> float:
+        """Asked before and after a look."""
+        self._looked_s += LOOK_S
+        return self._looked_s
+
+
+def run() -> None:
+    costs = Costs()
+    intake.Sampler = Imposed  # type: ignore[misc,assignment]
+    speculator.time = costs  # type: ignore[assignment]
+    Context.decode = lambda context, feeds: costs.decode(context, feeds)  # type: ignore[method-assign,assignment]
+    found = {machine: _speeds(costs, multiples) for machine, multiples in MACHINES.items()}
+    rows = [(text, *(_shown(found[machine][text]) for machine in MACHINES)) for text in found["GPU"]]
+    table(f"of plain decoding, mean (least) of {len(SEEDS)} replies", ("reply", *MACHINES), rows)
+
+
+def _speeds(costs: Costs, multiples: Sequence[float]) -> dict[str, list[float]]:
+    """Of every reply of an engine's life, by its text: how many times faster than without drafts."""
+    costs.multiples = multiples
+    speeds: dict[str, list[float]] = {}
+    model = model_file(TinySpec(arch="qwen35", n_layers=4, width=128))
+    with Engine(model, EngineSettings(n_slots=1, n_ctx=8192, n_threads=1)) as engine:
+        engine.call(lambda core: setattr(core.speculator, "clock", lambda: costs.decoded_s))
+        for text in (text for seed in SEEDS for text in texts(seed)):
+            Imposed.reply = engine.model.vocab.tokenize(text.reply, add_special=False, parse_special=False).tolist()
+            engine.submit(text.prompt, GREEDY, max_tokens=1).result()
+            began = engine.call(lambda _: costs.decoded_s)
+            engine.submit(text.prompt, GREEDY, max_tokens=len(Imposed.reply), ignore_eos=True).result()
+            took_s = engine.call(lambda _: costs.decoded_s) - began
+            speeds.setdefault(text.name, []).append(len(Imposed.reply) * costs.step_s(1) / took_s)
+    return speeds
+
+
+def _shown(speeds: Sequence[float]) -> str:
+    return f"{statistics.mean(speeds):.2f}× ({min(speeds):.2f})"
