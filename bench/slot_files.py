@@ -28,7 +28,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.engine import Engine
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.llama.kv_splice import finished, joined
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
@@ -105,7 +105,7 @@ def _shown(rows: list[tuple[float, float, float]]) -> list[str]:
 
 @dataclass
 class _Actions:
-    files: SlotFiles
+    files: SlotCommands
     engine: Engine
     answers: queue.SimpleQueue[m.Message]
 
@@ -120,7 +120,7 @@ class _Actions:
 @contextmanager
 def _commands(engine: Engine) -> Iterator[_Actions]:
     answers: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
-    yield _Actions(SlotFiles(engine.core, answers.put), engine, answers)
+    yield _Actions(SlotCommands(engine.core, answers.put), engine, answers)
 
 
 # a long conversation out of a short one

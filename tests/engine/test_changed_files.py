@@ -13,7 +13,7 @@ import pytest
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
-from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.errors import ModelChanged
 from everwarm.llama.system.file_watch import FileWatch
 from everwarm.state.store.arena_file import memory_file
@@ -222,7 +222,7 @@ def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: P
         assert core.model.fingerprint
         run(core, PROMPT)
         overwrite(live, NEW)
-        SlotFiles(core, said.put).handle(m.SlotAction(7, 0, "save", str(tmp_path / "a.bin")), AtOnce(core))
+        SlotCommands(core, said.put).handle(m.SlotAction(7, 0, "save", str(tmp_path / "a.bin")), AtOnce(core))
         answer = said.get(timeout=60)
     assert isinstance(answer, m.Failed) and answer.status == 503 and "was changed" in answer.message
     assert not (tmp_path / "a.bin").exists() and not list(tmp_path.glob("a.bin*"))

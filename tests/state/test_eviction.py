@@ -14,7 +14,7 @@ from everwarm.state.eviction import (
     N_LEAST,
     Hand,
     Part,
-    Scales,
+    WeighingFacts,
     is_worth_copying,
     least_parked,
     weigh,
@@ -59,8 +59,8 @@ class Grove:
     ) -> list[Entry]:
         self.nodes = list(self.tree.nodes())
         resident_ids = frozenset(map(id, resident))
-        scales = Scales(1000.0, 0.5, checkpoints, kv, resident_ids, expected or {}, assumed_returns, awaited)
-        return weigh(self.nodes, scales)
+        facts = WeighingFacts(1000.0, 0.5, checkpoints, kv, resident_ids, expected or {}, assumed_returns, awaited)
+        return weigh(self.nodes, facts)
 
     def of(self, node: Node, entries: list[Entry], *, segment: bool = False) -> Entry | None:
         key = 2 * self.nodes.index(node) + segment
@@ -281,8 +281,8 @@ def many(n_conversations: int, n_cuts: int = 8) -> Grove:
     return grove
 
 
-def plain_scales(**more) -> Scales:
-    return Scales(1000.0, 0.5, True, True, frozenset(), more.pop("expected", {}), assumed_returns, **more)
+def plain_scales(**more) -> WeighingFacts:
+    return WeighingFacts(1000.0, 0.5, True, True, frozenset(), more.pop("expected", {}), assumed_returns, **more)
 
 
 def test_a_small_tree_is_weighed_as_a_whole():
@@ -407,8 +407,8 @@ def parked_beside_ram(parked_returns: float, ram_returns: float, **more) -> tupl
         grove.kv(first, first + 1, first + 2)
     in_ram, parked = grove.state(1, 2, 3), grove.node(7, 8, 9)
     grove.tree.set_checkpoint(parked, Checkpoint(more.pop("kind", CutKind.STABLE), True, (), parked=SeqId(3)))
-    scales = plain_scales(expected={in_ram.id: ram_returns, parked.id: parked_returns}, **more)
-    return grove, parked, least_parked([parked], whole(grove), scales, 1000, 0)
+    facts = plain_scales(expected={in_ram.id: ram_returns, parked.id: parked_returns}, **more)
+    return grove, parked, least_parked([parked], whole(grove), facts, 1000, 0)
 
 
 def test_a_parked_state_gives_way_if_ram_has_nothing_that_is_worth_less():
@@ -427,10 +427,10 @@ def test_a_parked_state_that_is_not_weighed_stays():
     """In a large tree only a part is weighed, so that it takes as long whatever the size."""
     grove, parked, least = parked_beside_ram(0.1, 0.4)
     assert least is parked, "the control"
-    scales = plain_scales(expected={node.id: 0.4 for node in grove.tree.nodes() if node is not parked})
+    facts = plain_scales(expected={node.id: 0.4 for node in grove.tree.nodes() if node is not parked})
     others = [node for node in grove.tree.nodes() if node is not parked]
-    assert least_parked([parked], Part([*others, parked], is_whole=False), scales, 1000, 0) is parked
-    assert least_parked([parked], Part(others, is_whole=False), scales, 1000, 0) is None
+    assert least_parked([parked], Part([*others, parked], is_whole=False), facts, 1000, 0) is parked
+    assert least_parked([parked], Part(others, is_whole=False), facts, 1000, 0) is None
 
 
 def test_a_parked_state_that_a_suspended_request_goes_on_from_never_gives_way():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import Scales, weigh
+from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, assumed_returns, thin, victims
 from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
-SCALES = Scales(100.0, 1.0, True, False, frozenset(), {}, assumed_returns)
+SCALES = WeighingFacts(100.0, 1.0, True, False, frozenset(), {}, assumed_returns)
 
 
 def keep(tree: Tree, tokens: list[int], used_at: float = 0.0) -> Node:

@@ -424,7 +424,7 @@ class Core:
         except DecodeFailed as error:
             return self._lose_numbers(slot, error, events)
         picked = with_probs(self.context, request, row, token)
-        request.ends_text(token)
+        request.watch_for_stop(token)
         if logits is not None:
             self.keeper.note_prompt_end(slot, logits)
         self._go_on(slot, request, picked, events)
@@ -432,7 +432,7 @@ class Core:
     def _go_on_from_logits(self, slot: Slot, request: Request, logits: np.ndarray, events: list[Event]) -> None:
         """The whole prompt was known, and the logits after it."""
         token = None if request.ask.max_tokens == 0 else request.sampler.pick_from(logits)
-        request.ends_text(token)
+        request.watch_for_stop(token)
         self._go_on(slot, request, Picked(token, probabilities_of(request, logits, token)), events)
 
     def _go_on(self, slot: Slot, request: Request, picked: Picked, events: list[Event]) -> None:
@@ -534,6 +534,7 @@ class Core:
                 self._start(request, events)
 
     def _start(self, request: Request, events: list[Event]) -> None:
+        self.admission.charge(request)
         self.queue.admit(request)
         is_first = request.started_at is None
         slot, restored = self.starter.start(request)

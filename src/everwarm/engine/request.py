@@ -211,8 +211,8 @@ class Request:
         """Bits of a deterministic reply must not depend on drafts, so it has none."""
         return not self.ask.deterministic and self.n_most_drafted > 0
 
-    def ends_text(self, token: int | None) -> bool:
-        """Whether the text holds a stop string now. Asked once for every token that is picked, in order."""
+    def watch_for_stop(self, token: int | None) -> bool:
+        """Takes note of a token that was picked, each once and in order; True if the text holds a stop string now."""
         return token is not None and self.stop_watch is not None and self.stop_watch(token)
 
     def append(self, token: int) -> None:

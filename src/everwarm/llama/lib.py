@@ -34,7 +34,7 @@ _HARMLESS = b"non-consecutive token position"  # logged for every M-RoPE image a
 
 
 class Lib:
-    """libllama's functions as attributes, without the ``llama_`` prefix: ``lib.decode(...)``, ``lib.seq_rm(...)``."""
+    """libllama's functions as attributes, without the ``llama_`` prefix: ``lib.decode(...)``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -26,7 +26,7 @@ from everwarm.simulate.trace import TraceTurn
 from everwarm.simulate.weightless import weightless
 from everwarm.state import policy as state_policy
 from everwarm.state import segment_merge
-from everwarm.state.eviction import Hand, Part, Scales, is_worth_copying, least_parked, weigh
+from everwarm.state.eviction import Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
 from everwarm.state.partings import Partings
 from everwarm.state.policy import GUARD, CutKind, KeptCheckpoint, Seat
 from everwarm.state.returns import Continuation, Returns, RunningVisit
@@ -374,7 +374,7 @@ class SimulatedCache:
             return None
         part = self._part()
         parked = self._device.parked_by_use()
-        least = least_parked(parked, part, self._scales(part.among), self._curves.state_bytes, self._n_left)
+        least = least_parked(parked, part, self._facts(part.among), self._curves.state_bytes, self._n_left)
         if least is None:
             return None
         spare = self._device.spares.index(least)
@@ -549,15 +549,15 @@ class SimulatedCache:
         return self._hand.part(resident=self._device.ends())
 
     def _weigh(self, part: Part) -> list[state_policy.Entry]:
-        return weigh(part.nodes, self._scales(part.among))
+        return weigh(part.nodes, self._facts(part.among))
 
-    def _scales(self, among: set[Node] | None) -> Scales:
+    def _facts(self, among: set[Node] | None) -> WeighingFacts:
         learns = self._policy.learns
         running = () if self._running is None else (self._running.visit,)
         expected = self._returns.expected(running, anywhere=False, among=among) if learns else {}
         seconds, resident = self._curves.seconds_per_token, frozenset(self._device.passed())
-        scales = Scales(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
-        return scales if self._disk is None else replace(scales, load_s=self._disk.load_s)
+        facts = WeighingFacts(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)
+        return facts if self._disk is None else replace(facts, load_s=self._disk.load_s)
 
     def _evict(self, node: Node, *, is_state: bool) -> None:
         if is_state and node.checkpoint is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.weightless import weightless
-from everwarm.state.eviction import Scales, weigh
+from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
@@ -81,11 +81,11 @@ class SimulatedDisk:
     def _shrink(self, now: float) -> None:
         if self._tree.ram_bytes <= self.size.n_bytes:
             return
-        scales = Scales(now, self.curves.seconds_per_token, True, True, frozenset(), {}, assumed_returns)
+        facts = WeighingFacts(now, self.curves.seconds_per_token, True, True, frozenset(), {}, assumed_returns)
         goal = int(LOW_WATER * self.size.n_bytes)
         while self._tree.ram_bytes > goal:  # KV goes after the states that needed it
             nodes = list(self._tree.nodes())
-            keys = victims(weigh(nodes, scales), self._tree.ram_bytes - goal)
+            keys = victims(weigh(nodes, facts), self._tree.ram_bytes - goal)
             if not keys:
                 break
             for key in keys:

@@ -19,14 +19,14 @@ from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 MAX_WEIGHED = 384  # nodes at once; a larger tree is swept in parts
 MAX_BRANCH = 64  # nodes that are weighed together at least
 PART_SHARE = 0.125  # of the bytes of a part, at most, that one sweep evicts from it
-LEAST_SHARE = 0.5  # of the nodes of a part that come from those; the round gets the others
 N_LEAST = 64  # of the least valuable nodes that the next sweep weighs again
+LEAST_SHARE = 0.5  # of a part: its nodes that the last sweep found least valuable; the others are next in the round
 COPIED = 1 / 256  # of the returns: those to a copy of what the device still holds, which helps only if the engine dies
 MAX_ROUNDS = 16  # namespaces whose rounds are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
+class WeighingFacts:
     """What weighing depends on besides the tree."""
 
     now: float
@@ -40,30 +40,30 @@ class Scales:
     load_s: Callable[[Node, int], float | None] = lambda _node, _n_bytes: None  # from the disk; None: it is not there
 
 
-def weigh(nodes: Sequence[Node], scales: Scales) -> list[Entry]:
+def weigh(nodes: Sequence[Node], facts: WeighingFacts) -> list[Entry]:
     """Entries for all states and segments that may be evicted. Keys are 2·index for a state, 2·index + 1 for a segment.
 
     ``nodes`` are all nodes of a tree, or whole branches of it; parents come first.
     """
     index = {id(node): i for i, node in enumerate(nodes)}
     parents = [-1 if node.parent is None else index.get(id(node.parent), -1) for node in nodes]
-    below = _from_below(nodes, parents, scales)
-    may_go = below.wanted if scales.needs_checkpoints else below.covered  # where this says False
+    below = _from_below(nodes, parents, facts)
+    is_needed = below.wanted if facts.needs_checkpoints else below.covered
     above: list[_Above] = []
     entries = []
     for i, (node, p) in enumerate(zip(nodes, parents, strict=True)):
-        found = _above_branch(node, scales) if p < 0 else _next_above(p, node, above[p], below.n_wanted[p], scales)
+        found = _above_branch(node, facts) if p < 0 else _next_above(p, node, above[p], below.n_wanted[p], facts)
         above.append(found)
         if node.pins:
             continue
         if node.checkpoint is not None and node.checkpoint.size_bytes:
-            entries.append(_state_entry(i, node, node.checkpoint, scales, found, is_newest=not below.followed[i]))
+            entries.append(_state_entry(i, node, node.checkpoint, facts, found, is_newest=not below.followed[i]))
         if node.segment is None:
             continue
-        if not may_go[i] and (_is_first(node) or (p >= 0 and may_go[p])):
-            entries.append(_segment_entry(i, node, node.segment, scales))
-        elif scales.needs_checkpoints and _is_first(node) and below.is_resident[id(node.segment)]:
-            entries.append(_copy_entry(i, node, node.segment, scales, below.returns[i]))
+        if not is_needed[i] and (_is_first(node) or (p >= 0 and is_needed[p])):
+            entries.append(_segment_entry(i, node, node.segment, facts))
+        elif facts.needs_checkpoints and _is_first(node) and below.is_resident[id(node.segment)]:
+            entries.append(_copy_entry(i, node, node.segment, facts, below.returns[i]))
     return entries
 
 
@@ -77,38 +77,40 @@ def is_worth_copying(turn: Entry, entries: Iterable[Entry], n_bytes: int) -> boo
     return n_freed >= n_bytes and all(each < worth for each in choice.worths)
 
 
-def least_parked(parked: Iterable[Node], part: Part, scales: Scales, state_bytes: int, free_bytes: int) -> Node | None:
-    """Which parked state gives way to a new one: the one that would be missed least, if RAM would miss more of what it had
-    to evict for a state. None: RAM has room, or something that is worth less. ``part``: what is weighed, with ``scales``
-    for it; parked states outside of it stay, because nothing is known of their returns."""
+def least_parked(
+    parked: Iterable[Node], part: Part, facts: WeighingFacts, state_bytes: int, free_bytes: int
+) -> Node | None:
+    """The parked state that gives way to a new one: the one that would be missed least, if what RAM had to evict for a
+    state would be missed more. None: RAM has room, or something that is worth less. ``part``: what is weighed, with
+    ``facts`` for it; parked states outside of it stay, because nothing is known of their returns."""
     n_bytes = state_bytes - free_bytes
     if n_bytes <= 0:
         return None
-    choice = choose(weigh(part.nodes, scales), n_bytes, 0)
+    choice = choose(weigh(part.nodes, facts), n_bytes, 0)
     most = choice.missed_s if choice.freed_bytes >= n_bytes else math.inf
     among = part.among
     known = (node for node in parked if among is None or node in among)
-    missed = [(_missed_s(node, scales, state_bytes), i, node) for i, node in enumerate(known) if _may_go(node, scales)]
+    missed = [(_missed_s(node, facts, state_bytes), i, node) for i, node in enumerate(known) if _may_go(node, facts)]
     least = min(missed, default=None)
     return None if least is None or least[0] >= most else least[2]
 
 
-def _may_go(node: Node, scales: Scales) -> bool:
+def _may_go(node: Node, facts: WeighingFacts) -> bool:
     """Whether a parked state may be lost: a suspended request goes on from its own, and what is pinned was asked for."""
-    is_suspended = node.checkpoint is None or node.checkpoint.kind is CutKind.CANCEL or node.id in scales.awaited
+    is_suspended = node.checkpoint is None or node.checkpoint.kind is CutKind.CANCEL or node.id in facts.awaited
     return not (is_suspended or node.pins or node.n_pinned)
 
 
-def _missed_s(node: Node, scales: Scales, state_bytes: int) -> float:
+def _missed_s(node: Node, facts: WeighingFacts, state_bytes: int) -> float:
     """Seconds per unit of time that a parked state saves: its returns would go on from the checkpoint above it."""
     checkpoint, above = node.checkpoint, node.parent
     assert checkpoint is not None
     while above is not None and above.checkpoint is None:
         above = above.parent
     is_newest = not any(n.checkpoint is not None for n in node.below() if n is not node)
-    seconds = (node.n_items - (0 if above is None else above.n_items)) * scales.seconds_per_token
-    load_s = scales.load_s(node, state_bytes)
-    return _returns_to(node, checkpoint, scales, is_newest=is_newest) * min(
+    seconds = (node.n_items - (0 if above is None else above.n_items)) * facts.seconds_per_token
+    load_s = facts.load_s(node, state_bytes)
+    return _returns_to(node, checkpoint, facts, is_newest=is_newest) * min(
         seconds, math.inf if load_s is None else load_s
     )
 
@@ -122,7 +124,7 @@ class _Above(NamedTuple):
     kv_bytes: int  # of KV from there to its end that is kept for it alone
 
 
-def _next_above(p: int, node: Node, above: _Above, n_wanted: int, scales: Scales) -> _Above:
+def _next_above(p: int, node: Node, above: _Above, n_wanted: int, facts: WeighingFacts) -> _Above:
     """``p``: the index of its parent; ``above`` and ``n_wanted``: of the parent."""
     parent = node.parent
     assert parent is not None
@@ -133,27 +135,27 @@ def _next_above(p: int, node: Node, above: _Above, n_wanted: int, scales: Scales
         key, n_bytes = 2 * p, 0
     elif n_wanted > 1:
         n_bytes = 0
-    return _Above(n_items, has_kv and _has_kv(node, scales), key, n_bytes + _kv_bytes(node, scales))
+    return _Above(n_items, has_kv and _has_kv(node, facts), key, n_bytes + _kv_bytes(node, facts))
 
 
-def _above_branch(top: Node, scales: Scales) -> _Above:
+def _above_branch(top: Node, facts: WeighingFacts) -> _Above:
     """The same for the first node of a branch: what is above it is not weighed."""
-    kept, n_bytes, is_alone = top.parent, _kv_bytes(top, scales), True
+    kept, n_bytes, is_alone = top.parent, _kv_bytes(top, facts), True
     while kept is not None and kept.checkpoint is None:
         is_alone = is_alone and not kept.is_junction
-        n_bytes += _kv_bytes(kept, scales) if is_alone else 0
+        n_bytes += _kv_bytes(kept, facts) if is_alone else 0
         kept = kept.parent
-    has_kv = all(_has_kv(node, scales) for node in top.lineage())
+    has_kv = all(_has_kv(node, facts) for node in top.lineage())
     return _Above(0 if kept is None else kept.n_items, has_kv, None, n_bytes)
 
 
-def _has_kv(node: Node, scales: Scales) -> bool:
-    return not scales.needs_kv or node.segment is not None or id(node) in scales.resident
+def _has_kv(node: Node, facts: WeighingFacts) -> bool:
+    return not facts.needs_kv or node.segment is not None or id(node) in facts.resident
 
 
-def _kv_bytes(node: Node, scales: Scales) -> int:
+def _kv_bytes(node: Node, facts: WeighingFacts) -> int:
     """What RAM would not keep without a state that needs it; what the device holds, too, goes by itself."""
-    is_kept = node.segment is not None and _is_first(node) and id(node) not in scales.resident
+    is_kept = node.segment is not None and _is_first(node) and id(node) not in facts.resident
     return node.segment.blob.nbytes if node.segment is not None and is_kept else 0
 
 
@@ -168,14 +170,14 @@ class _Below(NamedTuple):
     is_resident: dict[int, bool]  # by segment: the device holds all of it, too
 
 
-def _from_below(nodes: Sequence[Node], parents: Sequence[int], scales: Scales) -> _Below:
+def _from_below(nodes: Sequence[Node], parents: Sequence[int], facts: WeighingFacts) -> _Below:
     wanted, followed, covered = ([False] * len(nodes) for _ in range(3))
     n_wanted = [0] * len(nodes)
-    returns = [scales.expected.get(node.id, 0.0) for node in nodes]
+    returns = [facts.expected.get(node.id, 0.0) for node in nodes]
     is_resident: dict[int, bool] = {}
     for i in range(len(nodes) - 1, -1, -1):
         node, p = nodes[i], parents[i]
-        is_resident[id(node.segment)] = id(node) in scales.resident and is_resident.get(id(node.segment), True)
+        is_resident[id(node.segment)] = id(node) in facts.resident and is_resident.get(id(node.segment), True)
         checkpoint = node.checkpoint
         wanted[i] |= checkpoint is not None and checkpoint.state is not None
         if p >= 0:
@@ -192,46 +194,46 @@ def _is_first(node: Node) -> bool:
     return node.parent is None or node.parent.segment is not node.segment
 
 
-def _segment_entry(i: int, node: Node, segment: Segment, scales: Scales) -> Entry:
+def _segment_entry(i: int, node: Node, segment: Segment, facts: WeighingFacts) -> Entry:
     """The entry of a segment from this node on, with all nodes below that use it."""
     size = segment.blob.nbytes if _is_first(node) else 0
-    seconds = (segment.n_stop - node.start) * scales.seconds_per_token
-    returns = scales.expected.get(node.id, 0.0)
-    return Entry(2 * i + 1, size, seconds, returns, stranded=scales.needs_checkpoints, pinned=node.n_pinned > 0)
+    seconds = (segment.n_stop - node.start) * facts.seconds_per_token
+    returns = facts.expected.get(node.id, 0.0)
+    return Entry(2 * i + 1, size, seconds, returns, stranded=facts.needs_checkpoints, pinned=node.n_pinned > 0)
 
 
-def _copy_entry(i: int, node: Node, segment: Segment, scales: Scales, returns: float) -> Entry:
+def _copy_entry(i: int, node: Node, segment: Segment, facts: WeighingFacts, returns: float) -> Entry:
     """The entry of a segment that states need, but have on the device as well."""
-    seconds = (segment.n_stop - node.start) * scales.seconds_per_token
+    seconds = (segment.n_stop - node.start) * facts.seconds_per_token
     return Entry(2 * i + 1, segment.blob.nbytes, seconds, COPIED * returns, pinned=node.n_pinned > 0)
 
 
 def _state_entry(
-    i: int, node: Node, checkpoint: Checkpoint, scales: Scales, above: _Above, *, is_newest: bool
+    i: int, node: Node, checkpoint: Checkpoint, facts: WeighingFacts, above: _Above, *, is_newest: bool
 ) -> Entry:
-    returns = _returns_to(node, checkpoint, scales, is_newest=is_newest)
+    returns = _returns_to(node, checkpoint, facts, is_newest=is_newest)
     if checkpoint.parked is not None:
         returns *= COPIED
-    load_s = scales.load_s(node, checkpoint.size_bytes + above.kv_bytes)
+    load_s = facts.load_s(node, checkpoint.size_bytes + above.kv_bytes)
     return Entry(
         2 * i,
         checkpoint.size_bytes,
-        (node.n_items - above.n_items) * scales.seconds_per_token,
+        (node.n_items - above.n_items) * facts.seconds_per_token,
         returns,
-        scales.now - checkpoint.used_at,
+        facts.now - checkpoint.used_at,
         stranded=not above.has_kv,
         is_ahead=checkpoint.kind in PROVISIONAL and not node.children,
-        pinned=node.n_pinned > 0 or node.id in scales.awaited,
+        pinned=node.n_pinned > 0 or node.id in facts.awaited,
         above=above.key,
         kv_bytes=above.kv_bytes,
         load_s=math.inf if load_s is None else load_s,
     )
 
 
-def _returns_to(node: Node, checkpoint: Checkpoint, scales: Scales, *, is_newest: bool) -> float:
-    returns = scales.expected.get(node.id, 0.0)
+def _returns_to(node: Node, checkpoint: Checkpoint, facts: WeighingFacts, *, is_newest: bool) -> float:
+    returns = facts.expected.get(node.id, 0.0)
     if not returns and (is_newest or node.is_junction or checkpoint.hits):
-        return scales.unvisited(checkpoint.hits, scales.now - checkpoint.used_at)
+        return facts.unvisited(checkpoint.hits, facts.now - checkpoint.used_at)
     return returns
 
 

@@ -1,8 +1,8 @@
 """A tier: a place beyond the tree that keeps objects, on disk or in the remote store.
 
-Callers never ask whether there is one. A tier that is switched off, or that is not open yet, is a null tier, with
-``is_on`` False: it finds nothing, keeps nothing, and has nothing to forget. One of three values says
-what is to be forgotten, so every tier has one way to do it.
+Callers may use a tier without asking whether there is one. A tier that is switched off, or that is not open yet, is a
+null tier, with ``is_on`` False: it finds nothing, keeps nothing, and has nothing to forget. Asking ``is_on`` only saves
+work. One of three values says what is to be forgotten, so every tier has one way to do it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile import slot_io
-from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.engine.tiers.arriving import Arriving
 from support.drive import text
 from support.models import tiny_model
@@ -46,7 +46,7 @@ class Gate:
 @dataclass
 class Serving:
     engine: Engine
-    files: SlotFiles
+    files: SlotCommands
     answers: queue.SimpleQueue
 
     def start(self, action: str, path: Path) -> None:
@@ -83,7 +83,7 @@ def serving(**more) -> Iterator[Serving]:
     )
     with Engine(tiny_model("qwen35", width=64), settings) as engine:
         answers: queue.SimpleQueue = queue.SimpleQueue()
-        yield Serving(engine, SlotFiles(engine.core, answers.put), answers)
+        yield Serving(engine, SlotCommands(engine.core, answers.put), answers)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped, Overloaded
-from everwarm.gateway.access.limits import AdmissionLimits, Place
+from everwarm.gateway.access.limits import AdmissionLimits, AdmittedRequest
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.parsing.output_parser import OutputParser
 from everwarm.gateway.serving.generate import generate
@@ -76,7 +76,7 @@ def test_a_lone_request_is_never_too_long_and_nobody_is_admitted_when_stopping()
 
 
 @contextlib.contextmanager
-def full(found: AdmissionLimits, client: str, n: int = 4, **more: Any) -> Iterator[list[Place]]:
+def full(found: AdmissionLimits, client: str, n: int = 4, **more: Any) -> Iterator[list[AdmittedRequest]]:
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(found.admitted(1, client, **more)) for _ in range(n)]
 

@@ -1,4 +1,4 @@
-"""Flags of ``serve`` that hold for requests which do not say it themselves: sampling, limits, templates."""
+"""Flags of ``serve`` that are defaults of requests: sampling, limits, templates."""
 
 from __future__ import annotations
 

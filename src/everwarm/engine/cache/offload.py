@@ -10,7 +10,6 @@ frames.
 from __future__ import annotations
 
 import enum
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,8 +25,6 @@ from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.model import MemoryKind
 from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.tree import Node, Tree
-
-log = logging.getLogger("everwarm.engine")
 
 SHARE = 0.1  # of the time while replies are written: so much goes into copies at most
 DISK_WAIT_S = 5.0  # a last frame waits no longer for a disk that does not answer

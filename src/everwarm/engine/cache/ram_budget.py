@@ -15,7 +15,7 @@ from everwarm.engine.slots import Residents
 from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
-from everwarm.state.eviction import N_LEAST, Hand, Part, Scales, is_worth_copying, least_parked, weigh
+from everwarm.state.eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
 from everwarm.state.ghosts import Eviction
 from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
@@ -92,7 +92,7 @@ class RamBudget:
         if self.n_free >= state_bytes:
             return None
         part = self._part(None)
-        return least_parked(parked, part, self._scales(part.among), state_bytes, self.n_free)
+        return least_parked(parked, part, self._facts(part.among), state_bytes, self.n_free)
 
     def is_roomy(self, namespace: str) -> bool:
         """Whether a good part of it is free, and of this namespace's share."""
@@ -168,9 +168,9 @@ class RamBudget:
             self._journal.dropped(node, self._tree.drop_checkpoint(node), "ram_budget")
 
     def _weigh(self, part: Part) -> list[policy.Entry]:
-        return weigh(part.nodes, self._scales(part.among))
+        return weigh(part.nodes, self._facts(part.among))
 
-    def _scales(self, among: set[Node] | None) -> Scales:
+    def _facts(self, among: set[Node] | None) -> WeighingFacts:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
         running = [
@@ -178,7 +178,7 @@ class RamBudget:
             for slot in self._residents.slots
             if slot.request is not None and not slot.request.ask.is_background
         ]
-        return Scales(
+        return WeighingFacts(
             now=time.monotonic(),
             seconds_per_token=self._speed.seconds_per_token,
             needs_checkpoints=kind.needs_checkpoints,

@@ -19,7 +19,7 @@ from everwarm.engine.request import Ask, Request
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.turns import is_as_before
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.loader import Brought
+from everwarm.engine.tiers.loader import LoadOutcome
 from everwarm.llama.context import Context
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
@@ -150,13 +150,13 @@ class Starter:
             if slot.session is not None and other.session == slot.session:
                 other.touch(time.monotonic())
 
-    def _note_first(self, request: Request, match: Match, restored: Restored, brought: Brought) -> None:
+    def _note_first(self, request: Request, match: Match, restored: Restored, brought: LoadOutcome) -> None:
         request.note_start(restored.n_items, match.n_shared, restored.use)
         if not request.ask.ahead:
             request.why = self._why(request, match, restored, brought)
             self.counts.add(request, request.why)
 
-    def _why(self, request: Request, match: Match, restored: Restored, brought: Brought) -> ReadReason:
+    def _why(self, request: Request, match: Match, restored: Restored, brought: LoadOutcome) -> ReadReason:
         """Why a request read what it read. Looks up only what the reason may depend on."""
         ask = request.ask
         forgotten = self.cache.tree.forgotten

@@ -1,6 +1,7 @@
 """What gateway and engine say to each other: small frozen messages, MessagePack, length-prefixed frames.
 
-Both sides import this and nothing of each other. No pickle: a frame can only become one of these types.
+Both sides share this module and ``engine.settings``, and nothing else. No pickle: a frame can only become one of these
+types.
 
     header    bytes that follow · of these, the message · the number of the request or question, 0 for none
     message   MessagePack
@@ -464,16 +465,16 @@ class Reason(enum.StrEnum):
 
 
 _REASON_WORDS = {
-    Reason.HIT: "everything was known",
-    Reason.EXTENDED: "it goes on where what is known ends",
-    Reason.EDITED: "it differs from what is known",
+    Reason.HIT: "all of it was cached",
+    Reason.EXTENDED: "it extends a prompt that is cached",
+    Reason.EDITED: "it differs from the cached prompt",
     Reason.NEW: "no conversation like it was read before",
     Reason.NO_CHECKPOINT: "no checkpoint was kept inside the shared part",
     Reason.EVICTED: "its KV or its checkpoints were evicted",
     Reason.FINGERPRINT: "it is kept for another model, build or KV type only",
     Reason.LOAD_SLOWER: "reading it again is faster than loading it from disk",
     Reason.CACHE_OFF: "the request wanted no cache",
-    Reason.DETERMINISTIC: "what is kept of it does not come from a reading that was alone",
+    Reason.DETERMINISTIC: "the cached state was computed beside other requests, so it is not bit-exact",
     Reason.REFUSED: "what was kept of it could not be restored",
     Reason.CHECKPOINTS_OFF: "checkpoints are off (max_checkpoints is 0)",
 }
@@ -517,9 +518,9 @@ class ReadReason(msgspec.Struct, frozen=True):
 
 
 class PromptNotes(msgspec.Struct, frozen=True):
-    """What the gateway made of a request; the engine leaves it as it is."""
+    """What the gateway changed in a request, or found out about it. The gateway adds it to ``Done``; no engine sends it."""
 
-    n_restored: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
+    n_recalled: int = 0  # replies in the prompt that are as the model wrote them, and not as the client did
     background: str | None = None  # what a background call is for
     rewritten: tuple[str, ...] = ()  # rules by which text of the client was changed
 

@@ -40,7 +40,7 @@ from everwarm.engine.request import (
     Result,
     Started,
 )
-from everwarm.engine.slotfile.slot_commands import SlotFiles
+from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.errors import BadRequest, EverwarmError, PromptTooLong
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from everwarm.prompt.prompt import Prompt
@@ -93,7 +93,7 @@ class RequestHandler:
         self._aside = ThreadPoolExecutor(1, "everwarm-aside")
         self._preparing_constraints = Preparing("constraints")
         self._preparing_texts = Preparing("texts", max_waiting_each=256)
-        self._slot_files = SlotFiles(core, send)
+        self._slot_commands = SlotCommands(core, send)
         self._cache_commands = CacheCommands(core, send, self._number_of)
         self._constraints = ConstraintCompiler(self._vocab)
 
@@ -123,7 +123,7 @@ class RequestHandler:
             case m.AskPrompt():
                 self._aside.submit(self._answer_of_prompt, message, loop)
             case m.SlotAction():
-                self._slot_files.handle(message, loop)
+                self._slot_commands.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
                 self._cache_commands.handle(message, loop)
             case m.Inspect():
@@ -213,23 +213,24 @@ class RequestHandler:
         else:
             prompt = Prompt.of_tokens(message.tokens or [])
             hints = message.hints
+        constraint = message.constraint
         return Ask(
             prompt,
             self._with_text_bias(message),
             message.max_tokens,
-            hints.boundaries,
-            hints.stable,
-            message.namespace,
-            message.use_cache,
-            message.deterministic,
-            message.ignore_eos,
-            message.n_probs,
-            message.slot,
-            message.session,
-            images,
-            hints.stables,
-            hints.breakpoints,
-            None if message.constraint is None else self._constraints.compile(message.constraint, message.namespace),
+            boundaries=hints.boundaries,
+            stable=hints.stable,
+            namespace=message.namespace,
+            use_cache=message.use_cache,
+            deterministic=message.deterministic,
+            ignore_eos=message.ignore_eos,
+            n_probs=message.n_probs,
+            slot=message.slot,
+            session=message.session,
+            images=images,
+            stables=hints.stables,
+            breakpoints=hints.breakpoints,
+            constraint=None if constraint is None else self._constraints.compile(constraint, message.namespace),
             volatile=hints.volatile,
             joints=hints.joints,
             opening=hints.opening,
@@ -301,7 +302,7 @@ class RequestHandler:
             reply = self._replies.get(event.request_id)
             if reply is not None:
                 self._deliver(event, reply)
-        self._slot_files.go_on()
+        self._slot_commands.go_on()
         if self._gathering and (time.monotonic() - self._sent_at >= GATHER_S or self._core.is_reading):
             self._send_gathered()
 

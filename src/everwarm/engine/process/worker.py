@@ -285,7 +285,7 @@ def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
 def _leave(core: Core, wire: Wire, error: ModelChanged) -> None:
     """Exits without saving: what is not kept yet may have been computed with other weights. The writer may finish
     first."""
-    log.error("%s; nothing more is kept of it", error)
+    log.error("%s; no more of its states are kept", error)
     wire.send(m.Fatal(str(error), "model_changed"))
     wire.flush()
     core.files.wait_still(STILL_S)

@@ -16,7 +16,7 @@ from everwarm.engine.scheduling.turns import TurnTaking, can_pause, next_side
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.loader import Brought, Fetch, Loader
+from everwarm.engine.tiers.loader import Fetch, Loader, LoadOutcome
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
@@ -84,7 +84,7 @@ class Admission:
         self._restorer = restorer
         self._loader = loader
         self._returns = returns
-        self._fetches: dict[int, Fetch | Brought] = {}  # by request; what is being read, or what there is instead
+        self._fetches: dict[int, Fetch | LoadOutcome] = {}  # by request; what is being read, or what there is instead
         self.turns = TurnTaking()
 
     def ends_turn(self, queue: RequestQueue, running: Sequence[Slot]) -> bool:
@@ -133,12 +133,13 @@ class Admission:
 
     def judge(self, request: Request) -> Verdict:
         verdict = self._judge_place(request)
-        if verdict is Verdict.START and self._is_fetching(request):
-            return Verdict.WAIT
-        if verdict is Verdict.START and request.admitted is None:
+        return Verdict.WAIT if verdict is Verdict.START and self._waits_for_load(request) else verdict
+
+    def charge(self, request: Request) -> None:
+        """Counts a request that starts in its namespace's share; one that was suspended has been counted."""
+        if request.admitted is None:
             n_to_read, _ = self._estimates.pop(request.id, (request.n_prompt, 0.0))
             self._shares.charge(request.ask.namespace, n_to_read + min(request.ask.max_tokens, USUAL_REPLY))
-        return verdict
 
     def _judge_place(self, request: Request) -> Verdict:
         slots = self._slots
@@ -153,7 +154,7 @@ class Admission:
         prompt = request.items(request.n_items)
         if not self._fits_beside(request, prompt, running):
             return Verdict.FULL
-        if request.ask.use_cache and self._is_being_read(request, prompt, running):
+        if request.ask.use_cache and self._waits_for_reader(request, prompt, running):
             return Verdict.WAIT
         if request.admitted is None and self._are_enough_read(request, running):
             return Verdict.WAIT
@@ -177,8 +178,8 @@ class Admission:
 
     # the disk
 
-    def _is_fetching(self, request: Request) -> bool:
-        """Whether a load from disk is still running for it; the first call starts the load. Others may pass."""
+    def _waits_for_load(self, request: Request) -> bool:
+        """Whether a load from disk is still running for it. The first call starts the load."""
         if not self._loader.is_on or not request.ask.use_cache:
             return False
         if request.id not in self._fetches:
@@ -193,10 +194,10 @@ class Admission:
         fetch = self._fetches[request.id]
         return isinstance(fetch, Fetch) and not fetch.is_done
 
-    def lay_fetched(self, request: Request) -> Brought:
+    def lay_fetched(self, request: Request) -> LoadOutcome:
         """Adds what was loaded for a request to the tree."""
-        fetch = self._fetches.pop(request.id, Brought())
-        return fetch if isinstance(fetch, Brought) else self._loader.lay(fetch)
+        fetch = self._fetches.pop(request.id, LoadOutcome())
+        return fetch if isinstance(fetch, LoadOutcome) else self._loader.lay(fetch)
 
     def forget(self, request: Request) -> None:
         self._fetches.pop(request.id, None)
@@ -206,7 +207,7 @@ class Admission:
         """Discards what was loaded from other tiers for these requests: it is to be forgotten."""
         for request in requests:
             if request.id in self._fetches:
-                self._fetches[request.id] = Brought()
+                self._fetches[request.id] = LoadOutcome()
 
     @property
     def is_waiting_for_disk(self) -> bool:
@@ -248,9 +249,9 @@ class Admission:
         goal = Goal(prompt, request.ask.namespace)
         return self._restorer.n_cells_beside(slot, goal, [other.seq for other in running])
 
-    def _is_being_read(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
-        """Whether waiting for another request's reading saves reading the same twice. If so, that one stops where the
-        two part, to keep the state this one will start from."""
+    def _waits_for_reader(self, request: Request, prompt: Prompt, running: list[Slot]) -> bool:
+        """Whether waiting for another request that is being read saves reading the same twice. If so, that one is told to
+        stop where the two part, to keep the state that this one will start from."""
         root = self._tree.root(request.ask.namespace)
         for slot in running:
             reader = slot.request

@@ -17,7 +17,7 @@ from everwarm.state.lineage import chunk_at
 
 ADAPTERS_S = 0.2  # how long a group with the same scales of adapters runs on while another waits
 
-Scales = tuple[float, ...]
+LoraScales = tuple[float, ...]
 
 
 @dataclass(slots=True)
@@ -27,11 +27,11 @@ class AdapterTurns:
     Groups take turns, each for a short while, since another graph has to be made at every change. Of a group the oldest
     request gets a token in every step of its turn, and every group has its turn, so all end."""
 
-    scales: Scales | None = None  # None: the model's own
+    scales: LoraScales | None = None  # None: the model's own
     began_at: float = 0.0
-    _ran_at: dict[Scales | None, float] = field(default_factory=dict)
+    _ran_at: dict[LoraScales | None, float] = field(default_factory=dict)
 
-    def choose(self, running: Sequence[Scales | None], now: float) -> Scales | None:
+    def choose(self, running: Sequence[LoraScales | None], now: float) -> LoraScales | None:
         """``running``: the scales of the running requests, the oldest first."""
         others = [scales for scales in dict.fromkeys(running) if scales != self.scales]
         if not others or (self.scales in running and now - self.began_at < ADAPTERS_S):

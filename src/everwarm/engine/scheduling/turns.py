@@ -1,7 +1,7 @@
 """Taking turns: a deterministic request runs alone, all others run together, and neither keeps the other waiting for long.
 
 What is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says.
-Pure: reads slots, changes nothing, and knows no clock.
+Reads slots and changes nothing but its own record of whose turn it is. Knows no clock.
 
 A deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it continues
 with the chunks it had: from its own state, or, if that was lost, by reading everything again in the same chunks. Bits

@@ -20,7 +20,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.arriving import Arriving
-from everwarm.engine.tiers.loader import Brought, Fetch, LoadedPoint
+from everwarm.engine.tiers.loader import Fetch, LoadedPoint, LoadOutcome
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.state.namespace import owner_of
 from everwarm.state.store.object import Damaged, SlotPoint
@@ -29,7 +29,7 @@ from everwarm.state.store.slot_file import Claim
 log = logging.getLogger("everwarm.engine")
 
 
-class SlotFiles:
+class SlotCommands:
     def __init__(self, core: Core, send: Callable[[m.Message], None]) -> None:
         self._slots = core.slots
         self._n_ctx = core.context.n_ctx
@@ -159,13 +159,13 @@ class SlotFiles:
     def _expect(self, core: Core, slot: Slot, later: slot_io.Later, loop: Loop) -> None:
         """Begins to read the rest of the checkpoints. A request that needs one of them waits for it."""
         points = (point.n_items for point in later.points)
-        arriving: Arriving[LoadedPoint | Brought] = Arriving.of(slot.content, slot.namespace, points)
+        arriving: Arriving[LoadedPoint | LoadOutcome] = Arriving.of(slot.content, slot.namespace, points)
         self._loader.arrivals.files.append(arriving)
         core.cache.ram_budget.make_room(later.n_bytes)
         self._files.submit(self._read_later, core, later, arriving, loop)
 
     def _read_later(
-        self, core: Core, later: slot_io.Later, arriving: Arriving[LoadedPoint | Brought], loop: Loop
+        self, core: Core, later: slot_io.Later, arriving: Arriving[LoadedPoint | LoadOutcome], loop: Loop
     ) -> None:
         """On the thread for files. What cannot be read costs only that checkpoint."""
         try:
@@ -180,20 +180,20 @@ class SlotFiles:
             later.close()
             for future in arriving.points.values():
                 if not future.done():
-                    future.set_result(Brought())
+                    future.set_result(LoadOutcome())
             loop.post(lambda core: core.cache.loader.arrivals.remove(arriving))
 
     @staticmethod
-    def _read_point(core: Core, later: slot_io.Later, point: SlotPoint) -> LoadedPoint | Brought:
+    def _read_point(core: Core, later: slot_io.Later, point: SlotPoint) -> LoadedPoint | LoadOutcome:
         began = time.monotonic()
         try:
             checkpoint = slot_io.checkpoint_of(core, later.read(point))
         except (Damaged, OSError) as error:
             log.warning("a checkpoint of a slot file at %d could not be read: %s", point.n_items, error)
-            return Brought(n_spoilt=point.n_items)
+            return LoadOutcome(n_spoilt=point.n_items)
         return LoadedPoint(point.n_items, (), checkpoint, [], max(1e-6, time.monotonic() - began), "ram")
 
-    def _keep_later(self, core: Core, *, arriving: Arriving[LoadedPoint | Brought], n_items: int) -> None:
+    def _keep_later(self, core: Core, *, arriving: Arriving[LoadedPoint | LoadOutcome], n_items: int) -> None:
         """A request that waited for it may have added it to the tree already."""
         if not arriving.is_stopped:
             core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items]))

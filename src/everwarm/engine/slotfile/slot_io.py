@@ -276,8 +276,8 @@ def _ends_with(whole: SequenceState, state: Blob) -> bool:
 
 
 class Later:
-    """Checkpoints of a slot file that are read after the conversation was put back. Holds both files open: whoever deletes
-    or replaces them meanwhile changes nothing here."""
+    """Checkpoints of a slot file that are read after the conversation was put back. Holds both files open, so
+    deleting or replacing them meanwhile has no effect."""
 
     def __init__(self, pair: Pair, points: Sequence[SlotPoint], arena: Arena) -> None:
         assert pair.companion is not None

@@ -245,7 +245,7 @@ def _is_end(context: Context, request: Request, token: int | None) -> bool:
     if token is None or (token in context.model.vocab.eog and not request.ask.ignore_eos):
         return True
     matcher = request.sampler.matcher
-    return request.ends_text(token) or (matcher is not None and matcher.is_complete)
+    return request.watch_for_stop(token) or (matcher is not None and matcher.is_complete)
 
 
 # what may be drafted

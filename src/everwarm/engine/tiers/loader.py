@@ -38,7 +38,7 @@ from everwarm.state.store.object import Damaged, ObjectHeader
 from everwarm.state.tier import OpenObject, PartReader
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, SegmentPiece, Tree
 
-log = logging.getLogger("everwarm.archive")
+log = logging.getLogger("everwarm.tiers")
 
 FIRST_READ_RATE = 500e6  # bytes per second, until measured
 FIRST_REMOTE_RATE = 100e6
@@ -70,7 +70,7 @@ class LoadedPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class LoadOutcome:
     """What was loaded from tiers beyond RAM for a prompt, in items."""
 
     n_items: int = 0  # brought into the tree
@@ -88,7 +88,7 @@ class Fetch:
     n_items: int  # as far as is known yet
     prompt: Prompt
     namespace: str
-    future: Future[LoadedPoint | Brought]
+    future: Future[LoadedPoint | LoadOutcome]
 
     @property
     def is_done(self) -> bool:
@@ -118,7 +118,7 @@ class LoadRequest:
         return n_of(self.kept, head.chunks or ()) if self.exact else self.n_kv
 
 
-def _n_here(request: LoadRequest, found: IndexedObject | Brought) -> int:
+def _n_here(request: LoadRequest, found: IndexedObject | LoadOutcome) -> int:
     """Items up to the deepest state that can be restored without the remote store."""
     return found.n_items if isinstance(found, IndexedObject) else request.n_have
 
@@ -151,7 +151,7 @@ class Loader:
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
-        self.arrivals: Arrivals[LoadedPoint | Brought] = Arrivals()  # from slot files
+        self.arrivals: Arrivals[LoadedPoint | LoadOutcome] = Arrivals()  # from slot files
 
     @property
     def is_on(self) -> bool:
@@ -170,7 +170,7 @@ class Loader:
 
     def seek(
         self, prompt: Prompt, namespace: str, match: Match, ends: tuple[int, ...] = (), *, exact: bool = False
-    ) -> Fetch | Brought:
+    ) -> Fetch | LoadOutcome:
         """Begin to read the deepest stored point that is worth it, on other threads; else say why there is none.
         ``exact``: what is in RAM counts only if it is of one clean reading."""
         needs_checkpoints = self._context.kind.needs_checkpoints
@@ -181,7 +181,7 @@ class Loader:
             if best is not None:
                 return Fetch(best, prompt, namespace, file.points[best])
         if is_volatile(namespace):
-            return Brought()  # no prefix of it was ever written
+            return LoadOutcome()  # no prefix of it was ever written
         request = LoadRequest(prompt, namespace, ends, len(prompt) - 1, n_have, match.n_kv, match.n_shared)
         if exact and needs_checkpoints:
             known = (min(node.n_items, match.n_shared) for node in match.path)  # the last may agree only in part
@@ -191,57 +191,57 @@ class Loader:
             request = replace(request, n_kv=n_have, exact=True, kept=kept)
         are_many = self._tiers.disk.n_lengths() > MAX_LENGTHS_HERE
         found = None if are_many else self._on_disk(request)
-        if isinstance(found, Brought) and not self._may_remote_help(request, found):
+        if isinstance(found, LoadOutcome) and not self._may_remote_help(request, found):
             return found
         n_known = found.n_items if isinstance(found, IndexedObject) else 0
         return Fetch(n_known, prompt, namespace, self._fetchers.submit(self._bring, request, found))
 
-    def _bring(self, request: LoadRequest, found: IndexedObject | Brought | None) -> LoadedPoint | Brought:
+    def _bring(self, request: LoadRequest, found: IndexedObject | LoadOutcome | None) -> LoadedPoint | LoadOutcome:
         """On another thread. ``found`` is None where the disk is still to be searched: with many states that takes time.
         A state that cannot be used exactly hides none before it."""
         brought = self._deepest(request, self._on_disk(request) if found is None else found)
         for _ in range(MOST_LOOKS - 1):
-            if not isinstance(brought, Brought) or not brought.n_unclean:
+            if not isinstance(brought, LoadOutcome) or not brought.n_unclean:
                 break
             request = replace(request, most=brought.n_unclean - 1)
             brought = self._deepest(request, self._on_disk(request))
         return brought
 
-    def _deepest(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
+    def _deepest(self, request: LoadRequest, found: IndexedObject | LoadOutcome) -> LoadedPoint | LoadOutcome:
         if self._may_remote_help(request, found):
             return self._from_remote(request, found)
         return self._from_disk(found, request) if isinstance(found, IndexedObject) else found
 
-    def _may_remote_help(self, request: LoadRequest, found: IndexedObject | Brought) -> bool:
+    def _may_remote_help(self, request: LoadRequest, found: IndexedObject | LoadOutcome) -> bool:
         """Whether the remote store can be faster than prefilling what is not cached here."""
         n_new = request.most - _n_here(request, found)
         read_s = math.inf if self._policy == "always" else n_new * self._speed.seconds_per_token
         return n_new > GUARD and self._tiers.remote.answers_within(read_s)
 
-    def _on_disk(self, request: LoadRequest) -> IndexedObject | Brought:
+    def _on_disk(self, request: LoadRequest) -> IndexedObject | LoadOutcome:
         """The deepest point on disk that is worth loading; else why there is none."""
         disk = self._tiers.disk
         if not disk.is_on:
-            return Brought()
+            return LoadOutcome()
         root = root_key(self._tiers.fingerprint, request.namespace)
         kept = self._tiers.find(root, request.prompt, request.most)
         if kept is None or kept.n_items <= request.n_have + GUARD:
             is_more_new = len(request.prompt) - max(request.n_have, request.n_shared) > GUARD
             foreign = self._tiers.foreign_states if is_more_new else {}
-            return Brought(n_elsewhere=n_foreign_items(foreign, request.namespace, request.prompt))
+            return LoadOutcome(n_elsewhere=n_foreign_items(foreign, request.namespace, request.prompt))
         n_bytes = disk.size_of([kept.name, *kept.needs])
         if not self._is_worth_it(n_bytes, kept.n_items - request.n_have, self._read_rate):
-            return Brought(n_passed=kept.n_items)
+            return LoadOutcome(n_passed=kept.n_items)
         return kept
 
-    def lay(self, fetch: Fetch) -> Brought:
+    def lay(self, fetch: Fetch) -> LoadOutcome:
         """Adds what was loaded to the tree."""
         try:
             loaded = fetch.future.result()
         except Damaged as error:
             log.warning("%d tokens on disk could not be used: %s", fetch.n_items, error)
-            return Brought(n_spoilt=fetch.n_items)
-        if isinstance(loaded, Brought):
+            return LoadOutcome(n_spoilt=fetch.n_items)
+        if isinstance(loaded, LoadOutcome):
             return loaded
         tree = self._tree
         root = self._tree.root(fetch.namespace)
@@ -260,7 +260,7 @@ class Loader:
         self._note(loaded)
         shown = (loaded.n_items, loaded.tier, loaded.n_bytes / _MIB, loaded.seconds)
         log.debug("brought %d tokens from %s: %.1f MiB in %.3f s", *shown)
-        return Brought(loaded.n_items, tier=loaded.tier)
+        return LoadOutcome(loaded.n_items, tier=loaded.tier)
 
     def _note(self, loaded: LoadedPoint) -> None:
         if loaded.tier == "ram":
@@ -293,7 +293,7 @@ class Loader:
 
     # the remote store
 
-    def _from_remote(self, request: LoadRequest, found: IndexedObject | Brought) -> LoadedPoint | Brought:
+    def _from_remote(self, request: LoadRequest, found: IndexedObject | LoadOutcome) -> LoadedPoint | LoadOutcome:
         """Loads from the remote store if it has more than the disk, else from the disk."""
         remote = self._tiers.remote
         disk = self._tiers.disk
@@ -308,7 +308,7 @@ class Loader:
             return (
                 self._from_disk(found, request)
                 if isinstance(found, IndexedObject)
-                else Brought(n_passed=pointer.n_items)
+                else LoadOutcome(n_passed=pointer.n_items)
             )
         patience_s = (
             PATIENCE_S if self._policy == "always" else remote.wait_s + n_saved * self._speed.seconds_per_token / 2
@@ -321,23 +321,25 @@ class Loader:
             return (
                 self._from_disk(found, request)
                 if isinstance(found, IndexedObject)
-                else Brought(n_spoilt=pointer.n_items)
+                else LoadOutcome(n_spoilt=pointer.n_items)
             )
         return replace(loaded, tier="remote")
 
     # reading
 
-    def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | Brought:
+    def _from_disk(self, kept: IndexedObject, request: LoadRequest) -> LoadedPoint | LoadOutcome:
         return self._load(self._tiers.reading, kept.name, kept.n_items, request)
 
-    def _load(self, open_object: OpenObject, name: str, n_items: int, request: LoadRequest) -> LoadedPoint | Brought:
+    def _load(
+        self, open_object: OpenObject, name: str, n_items: int, request: LoadRequest
+    ) -> LoadedPoint | LoadOutcome:
         """Everything is read before anything is changed: a damaged object changes nothing."""
         began = time.monotonic()
         kind = self._context.kind
         with open_object(name) as reader:
             head = self._checked(reader, request.prompt, n_items)
             if request.exact and not head.clean:
-                return Brought(n_unclean=n_items)
+                return LoadOutcome(n_unclean=n_items)
             state = reader.read("state", self._ram.place) if kind.needs_checkpoints else None
         if len(head.needs) != len(head.reaches) or any(reach > head.n_items for reach in head.reaches):
             raise Damaged("it does not say how far its parts reach")

@@ -23,7 +23,7 @@ from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import are_sound, name_of
 from everwarm.state.tier import PartReader
 
-log = logging.getLogger("everwarm.archive")
+log = logging.getLogger("everwarm.tiers")
 
 OPEN_S = 2.0  # how long a start waits for the directory; the digest of a model seen for the first time may take longer
 MAX_QUEUED = 1 << 30  # bytes that wait to be written stay in RAM, beyond its budget
@@ -39,7 +39,7 @@ class LowerTiers(OpenTiers):
         self._n_sent = 0  # bytes; counted by the loop's thread
         self._n_done = 0  # bytes; counted by the own thread
         self._opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="everwarm-archive", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="everwarm-tiers", daemon=True)
         self._thread.start()
         self._opened.wait(OPEN_S)
 

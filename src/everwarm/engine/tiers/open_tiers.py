@@ -39,7 +39,7 @@ from everwarm.state.store.folder_meta import (
 from everwarm.state.tier import Dropped, OnPrompts, Selection
 from everwarm.types import Blob
 
-log = logging.getLogger("everwarm.archive")
+log = logging.getLogger("everwarm.tiers")
 
 RETRY_S = (1.0, 30.0)  # the first and the longest wait before a degraded disk tier is tried again
 WORTH_WRITING = 0.1  # by how much the speed has to change, before a folder says so
@@ -64,7 +64,7 @@ class OpenTiers:
     fingerprint: str = field(init=False, default="")  # until the model's digest is known
     trouble: str | None = field(init=False, default=None)  # why there is no disk tier although one is configured
     is_healing: bool = field(init=False, default=False)
-    has_healed: threading.Event = field(init=False, default_factory=threading.Event)  # cleared by whoever takes note
+    has_healed: threading.Event = field(init=False, default_factory=threading.Event)  # cleared by ``take_healed``
     _model_folder: ModelFolder | None = field(init=False, default=None)
     _retry_at: float | None = field(init=False, default=None)
     _retry_wait_s: float = field(init=False, default_factory=lambda: RETRY_S[0])
@@ -241,4 +241,4 @@ class ModelFolder:
         try:
             write_about(self._folder, about)
         except (OSError, ValueError) as error:
-            log.warning("what this engine is could not be written into %s: %s", self._folder, error)
+            log.warning("the description of the model could not be written into %s: %s", self._folder, error)

@@ -28,7 +28,7 @@ from everwarm.engine.tiers.pinned_arena import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
-from everwarm.state.eviction import Scales, weigh
+from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.lineage import Chunks, keys, root_key
 from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import CutKind, assumed_returns, victims
@@ -239,10 +239,10 @@ class Ram:
         self._notes.put(blobs.clear)
 
     def require_sound(self, blob: Blob) -> None:
-        """``StateRejected``: bytes of an earlier process are not what they were."""
+        """``StateRejected``: bytes of an earlier process have changed."""
         if not self.arena.is_sound(blob):
             self.n_unsound += 1
-            raise StateRejected(f"{blob.nbytes} bytes in RAM are not what they were")
+            raise StateRejected(f"{blob.nbytes} bytes in RAM have changed since they were written")
 
     # adopting what an earlier engine left
 
@@ -274,8 +274,8 @@ class Ram:
         while tree.ram_bytes > budget:
             nodes = list(tree.nodes())
             about = (time.monotonic(), seconds_per_token, kind.needs_checkpoints, kind.has_attention, resident)
-            scales = Scales(*about, {}, assumed_returns)
-            chosen = victims(weigh(nodes, scales), tree.ram_bytes - budget)
+            facts = WeighingFacts(*about, {}, assumed_returns)
+            chosen = victims(weigh(nodes, facts), tree.ram_bytes - budget)
             for key in chosen:
                 node = nodes[key // 2]
                 if key % 2 == 1 and node.segment is not None:
@@ -379,7 +379,7 @@ class Ram:
             blob = ref()
             if blob is not None and not self.arena.is_sound(blob):
                 self.n_unsound += 1
-                log.warning("%d bytes that an earlier engine left are not what they were", blob.nbytes)
+                log.warning("%d bytes that an earlier engine left failed their check", blob.nbytes)
 
 
 def _read(found: Found) -> tuple[StateMeta | None, Blob]:

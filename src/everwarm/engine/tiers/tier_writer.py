@@ -28,7 +28,7 @@ from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.returns import Returns
 from everwarm.state.tree import Node, Tree
 
-log = logging.getLogger("everwarm.archive")
+log = logging.getLogger("everwarm.tiers")
 
 OVERDUE_S = 1.0  # after its end a turn is handed to the disk's thread, though other requests run
 MAX_DUE = 4096  # turns that wait for the disk to catch up

@@ -33,7 +33,7 @@ def estimated_tokens(n_bytes: int) -> int:
     return max(1, n_bytes // _BYTES_PER_TOKEN)
 
 
-class Place:
+class AdmittedRequest:
     """One admitted request. ``cut_off`` closes its connection; without it the request cannot be ended early."""
 
     def __init__(self, limits: AdmissionLimits, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> None:
@@ -87,7 +87,7 @@ class AdmissionLimits:
         self.clock = clock
         self._settings = settings
         self._backlogs = backlogs
-        self._places: dict[Place, None] = {}
+        self._places: dict[AdmittedRequest, None] = {}
         self._n_of_client: Counter[str] = Counter()
         self.n_tokens = 0
         self.is_draining = False
@@ -110,7 +110,7 @@ class AdmissionLimits:
         *,
         n_context: int | None = None,
         cut_off: Callable[[], None] | None = None,
-    ) -> Iterator[Place]:
+    ) -> Iterator[AdmittedRequest]:
         """Counts the request until the block ends or the place is released; ``Overloaded`` if there is no room. A prompt
         counts at most ``n_context`` tokens."""
         n_tokens = estimated_tokens(n_body_bytes)
@@ -120,14 +120,14 @@ class AdmissionLimits:
         finally:
             place.release()
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: AdmittedRequest) -> None:
         del self._places[place]
         self.n_tokens -= place.n_tokens
         self._n_of_client[place.client] -= 1
         if not self._n_of_client[place.client]:
             del self._n_of_client[place.client]
 
-    def _admit(self, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> Place:
+    def _admit(self, client: str, n_tokens: int, cut_off: Callable[[], None] | None) -> AdmittedRequest:
         if self.is_draining:
             raise EngineStopped("the server is stopping; try another one or later", DRAINING_RETRY_S)
         while (lack := self._lack(n_tokens)) is not None:
@@ -138,7 +138,7 @@ class AdmissionLimits:
                 break
             else:
                 raise self._overloaded(lack)
-        place = Place(self, client, n_tokens, cut_off)
+        place = AdmittedRequest(self, client, n_tokens, cut_off)
         self._places[place] = None
         self._n_of_client[client] += 1
         self.n_tokens += n_tokens

@@ -211,8 +211,8 @@ class TrackedRequest:
             return submit
         return msgspec.structs.replace(submit, wants_progress=True)
 
-    def is_for_caller(self, message: m.ToGateway) -> bool:
-        """Records a message. Progress that the caller did not request goes to watchers only."""
+    def record(self, message: m.ToGateway) -> bool:
+        """Records a message; True if it is for the caller. Progress that was not requested goes to watchers only."""
         self.row.record(message)
         if self.request_log.notify is not None and (
             isinstance(message, m.Begun) or time.monotonic() - self._notified_at >= NOTIFY_EVERY_S

@@ -145,7 +145,6 @@ def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[st
 
 ComponentState = Literal["ok", "asleep", "starting", "restarting", "stalled", "degraded", "down", "stopped"]
 
-_MIB = 1 << 20
 _STATES: dict[State, ComponentState] = {
     State.STARTING: "starting",
     State.READY: "stalled",  # running, but without a recent heartbeat

@@ -37,7 +37,7 @@ class PreparedChat:
     images: list[Json]  # content parts, one for each marker
     bos: str = ""  # what of the text the tokenizer would add itself
     removed: tuple[str, ...] = ()  # the rule by which each line of noise was left out
-    n_restored: int = 0  # replies of the model that the client had written otherwise
+    n_recalled: int = 0  # replies of the model that the client had written otherwise
     rewritten: tuple[str, ...] = ()  # rules that changed system text
 
     @property
@@ -62,10 +62,10 @@ def prepare_chat(
     changed = rewritten(body.messages, rules)
     written = restored(changed.messages, remembered)
     options: Json = {"adds_bos": adds_bos, "canonicalise": canonicalise, "rewritten_by": changed.rules}
-    n_restored = sum(one is not other and one != other for one, other in zip(written, changed.messages, strict=True))
-    if n_restored:
+    n_recalled = sum(one is not other and one != other for one, other in zip(written, changed.messages, strict=True))
+    if n_recalled:
         try:
-            return replace(_prepared(body, written, template, marker, **options), n_restored=n_restored)
+            return replace(_prepared(body, written, template, marker, **options), n_recalled=n_recalled)
         except BadRequest:
             pass  # if the template refuses only what is remembered, the client's own messages stand
     return _prepared(body, changed.messages, template, marker, **options)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from everwarm.errors import EverwarmError, HttpError
-from everwarm.gateway.access.limits import Place
+from everwarm.gateway.access.limits import AdmittedRequest
 
 _encode = msgspec.json.Encoder().encode
 
@@ -55,7 +55,7 @@ class EventStream(Response):
     def __init__(
         self,
         frames: AsyncGenerator[bytes, None],
-        admitted: AbstractContextManager[Place | None],
+        admitted: AbstractContextManager[AdmittedRequest | None],
         error_frame: Callable[[EverwarmError], bytes],
         limit_s: float | None = None,
         *,
@@ -90,7 +90,7 @@ class EventStream(Response):
         await opening.close()
 
 
-def _recording(place: Place, send: Send) -> Send:
+def _recording(place: AdmittedRequest, send: Send) -> Send:
     """A ``send`` that records in the place for how long the client has not read."""
 
     async def recorded(message: Message) -> None:

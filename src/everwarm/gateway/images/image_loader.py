@@ -5,7 +5,7 @@ The gateway never runs a decoder. It reads base64, requests the pixels from a ch
 their encoded bytes: an image that is sent with every turn is decoded once. Each namespace has its own cache: otherwise
 timing would reveal which images others have sent. A request holds each image without its pixels; pixels are
 lent to it, within a limit for all requests, while an engine needs them. Every problem with an image, also a decoder that
-died or took too long, is a ``BadRequest``. Sounds go the same way, and what is said of images here is also said of them.
+died or took too long, is a ``BadRequest``. Sounds go the same way: what is true of images here is true of them.
 Knows no HTTP, no model and no prompt.
 
 One thread at a time talks to a decoder process and blocks; any thread may kill it. Its answers are not trusted: sizes are

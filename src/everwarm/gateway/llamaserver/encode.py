@@ -30,7 +30,7 @@ class CompletionAbout:
     model: str
     body: CompletionBody | InfillBody
     prompt: str | None = None
-    sampling: Sampling = DEFAULT_SAMPLING  # of requests that do not say it
+    sampling: Sampling = DEFAULT_SAMPLING  # of requests that do not set it
     max_tokens: int | None = None
     info: Callable[[], m.ModelInfo | None] = lambda: None  # of the model, which may not be loaded yet
 
@@ -57,7 +57,7 @@ def _at(answer: Any, path: list[str]) -> Any:
 
 
 def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, eog: Sequence[int] = ()) -> Json:
-    """How a reply is sampled, under llama-server's names. ``defaults`` and ``max_tokens`` are of requests that do not say
+    """How a reply is sampled, under llama-server's names. ``defaults`` and ``max_tokens`` are of requests that do not set
     it, ``eog`` the tokens that end a reply."""
     sampling = asdict(body.sampling(defaults))
     bias = sampling.pop("logit_bias") | (dict.fromkeys(eog, float("-inf")) if body.ignore_eos else {})

@@ -1,4 +1,4 @@
-"""What holds for a request that does not say it: the server's own defaults. Pure."""
+"""The server's own defaults, for requests that do not set a field. Pure."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def diagnostics(done: m.Done) -> Json:
 def _notes(notes: m.PromptNotes) -> Json:
     """What the server made of the request; only what there is, but for replies."""
     more = {"background": notes.background, "rewritten": list(notes.rewritten)}
-    return {"restored_replies": notes.n_restored, **{name: value for name, value in more.items() if value}}
+    return {"restored_replies": notes.n_recalled, **{name: value for name, value in more.items() if value}}
 
 
 def _explanation(why: m.ReadReason) -> str:

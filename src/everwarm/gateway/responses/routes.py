@@ -82,7 +82,7 @@ class Responses:
             return json_response(await self._gate.within_time(request, self._whole(request, turn)))
 
     async def _begin(self, request: Request, n_bytes: int, turn: ResponsesTurn) -> Response:
-        """What is wrong with the request is said at once; what goes wrong later is said by the response."""
+        """A bad request fails at once; a later failure is stored in the response."""
         with contextlib.ExitStack() as place:
             place.enter_context(self._gate.admitted(request, n_bytes))
             chat = await self._gate.within_time(request, turn.chat_body())

@@ -9,15 +9,15 @@ from everwarm.errors import BadRequest
 from everwarm.gateway.openai.schema import LoraScale
 from everwarm.router.catalog.catalog import ModelSpec
 
-Scales = tuple[float, ...]
+LoraScales = tuple[float, ...]
 
 
 class AdapterScales:
     def __init__(self) -> None:
-        self._set: dict[str, tuple[Scales, Scales]] = {}  # by model: what it was started with then, and what was set
+        self._set: dict[str, tuple[LoraScales, LoraScales]] = {}  # by model: those it was started with, those set
 
-    def now(self, spec: ModelSpec) -> Scales:
-        """What holds for requests that do not say it."""
+    def now(self, spec: ModelSpec) -> LoraScales:
+        """The scales of requests that do not set any."""
         started, scales = self._set.get(spec.id, ((), ()))
         own = _started_with(spec)
         return scales if started == own else own  # its adapters were changed since: set it again
@@ -25,17 +25,17 @@ class AdapterScales:
     def set(self, spec: ModelSpec, given: Sequence[LoraScale]) -> None:
         self._set[spec.id] = (_started_with(spec), listed(given, len(spec.settings.model.lora)))
 
-    def of_request(self, spec: ModelSpec, given: Sequence[LoraScale] | None) -> Scales | None:
+    def of_request(self, spec: ModelSpec, given: Sequence[LoraScale] | None) -> LoraScales | None:
         """None: as the model was started."""
         scales = self.now(spec) if given is None else listed(given, len(spec.settings.model.lora))
         return None if scales == _started_with(spec) else scales
 
 
-def _started_with(spec: ModelSpec) -> Scales:
+def _started_with(spec: ModelSpec) -> LoraScales:
     return tuple(scale for _, scale in spec.settings.model.lora)
 
 
-def listed(given: Sequence[LoraScale], n_adapters: int) -> Scales:
+def listed(given: Sequence[LoraScale], n_adapters: int) -> LoraScales:
     """The scale of every adapter."""
     scales = [0.0] * n_adapters
     for adapter in given:

@@ -85,7 +85,7 @@ class ChoiceRun:
         """None if the message is not for the caller; raises the error of a failed request."""
         if isinstance(message, m.Done):
             message = msgspec.structs.replace(message, notes=self.notes)
-        if not self.tracked.is_for_caller(message):
+        if not self.tracked.record(message):
             return None
         match message:
             case m.TextPiece(text=text):

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from everwarm.engine.process import messages as m
 from everwarm.errors import EverwarmError
 from everwarm.gateway.access.auth import namespace_of
-from everwarm.gateway.access.limits import Place
+from everwarm.gateway.access.limits import AdmittedRequest
 from everwarm.gateway.admin.metrics import Metrics
 from everwarm.gateway.admin.request_log import Caller, RequestLog
 from everwarm.gateway.http.error_body import error_body
@@ -89,7 +89,7 @@ class Replies:
         """``scope`` is entered once the request is admitted, and left after its model was released."""
 
         @contextlib.contextmanager
-        def admitted() -> Iterator[Place]:
+        def admitted() -> Iterator[AdmittedRequest]:
             with self._gate.admitted(request, n_body_bytes) as place, scope():
                 yield place
 
@@ -161,7 +161,7 @@ class Replies:
         more = prepared.lend, observe, prepared.notes
         return generate(served.supervisor, prepared.submits, prepared.parser, follow, *more)
 
-    def _account(self, message: EngineMessage, place: Place | None, choices: Sequence[Choice]) -> None:
+    def _account(self, message: EngineMessage, place: AdmittedRequest | None, choices: Sequence[Choice]) -> None:
         """The effects of a message outside of its reply."""
         if place is not None and isinstance(message, m.Begun):
             place.recount(message.n_prompt)

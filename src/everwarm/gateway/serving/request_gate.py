@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import principal_of
-from everwarm.gateway.access.limits import AdmissionLimits, Place
+from everwarm.gateway.access.limits import AdmissionLimits, AdmittedRequest
 from everwarm.gateway.http.connection import network_of
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import unless_gone, within
@@ -54,7 +54,7 @@ class RequestGate:
         request.state.ignored = [*getattr(request.state, "ignored", ()), *names]
 
     @contextlib.contextmanager
-    def admitted(self, request: Request, n_body_bytes: int) -> Iterator[Place]:
+    def admitted(self, request: Request, n_body_bytes: int) -> Iterator[AdmittedRequest]:
         """A place for a request: until its answer is over or, if that is earlier, the engine is done with it."""
         n_context = max((spec.settings.n_ctx for spec in self.pool.catalog.specs.values()), default=None)
         cut_off = getattr(request.state, "abort", None)
@@ -68,9 +68,9 @@ class RequestGate:
             return await unless_gone(request.receive, work)
 
 
-def place_of(request: Request) -> Place | None:
+def place_of(request: Request) -> AdmittedRequest | None:
     """The place that an admitted request has."""
-    place: Place | None = getattr(request.state, "place", None)
+    place: AdmittedRequest | None = getattr(request.state, "place", None)
     return place
 
 

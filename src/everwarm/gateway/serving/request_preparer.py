@@ -69,7 +69,7 @@ log = logging.getLogger("everwarm.gateway")
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
 Parser = Callable[[], OutputParser]
-NextText = Callable[[str], m.Prewarm | None]  # from a reply to what the next turn begins with; None: it is not known
+NextTextOf = Callable[[str], m.Prewarm | None]  # from a reply to what the next turn begins with; None: it is not known
 Recall = Callable[[Json, str], RememberedReply | None]
 KeepReply = Callable[[Json, str], None]  # remembers a reply: the message that the client got, and what the model wrote
 
@@ -80,19 +80,20 @@ class PreparedRequest:
 
     submits: tuple[m.Submit, ...]  # the supervisor gives them their numbers
     parser: Parser = OutputParser
-    next_text: NextText | None = None
+    next_text: NextTextOf | None = None
     keep_reply: KeepReply | None = None
     notes: m.PromptNotes = dataclasses.field(default_factory=m.PromptNotes)
     lend: Lend | None = None  # the pixels of its images; None: it has none
     charge: Callable[[int], None] | None = None  # gets the tokens that were read, where system text had changed
 
     def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
-        """With other scales of LoRA adapters than the model's; the next turn is not read ahead, which would be without."""
+        """With other scales of LoRA adapters than the model's; the next turn is not prewarmed, because
+        prewarming ignores these scales."""
         submits = tuple(msgspec.structs.replace(submit, lora=scales) for submit in self.submits)
         return dataclasses.replace(self, submits=submits, next_text=None)
 
     def without_quotes(self) -> PreparedRequest:
-        """Where its prompt leaves what is cached is told by the place alone: what is cached may have been guessed."""
+        """Reports only the position where its prompt leaves the cached one, not the cached text, which may be a guess."""
         submits = tuple(msgspec.structs.replace(submit, wants_diagnostics=False) for submit in self.submits)
         return dataclasses.replace(self, submits=submits)
 
@@ -225,7 +226,7 @@ class RequestPreparer:
             parser,
             next_text,
             keep_reply if _has_memory(body) else None,
-            m.PromptNotes(prepared.n_restored, background, prepared.rewritten),
+            m.PromptNotes(prepared.n_recalled, background, prepared.rewritten),
             partial(lent_images, self._images, images, namespace) if images else None,
             partial(self._volatile.charge, changed) if changed else None,
         )

@@ -269,7 +269,7 @@ class FileWatch(Closing):
         self._on_same()
         with self._lock:
             if self._verdict is _Verdict.DOUBTED and self._look() == target:
-                log.warning("%s is what it was", ", ".join(path.name for path in self.paths))
+                log.warning("%s is unchanged", ", ".join(path.name for path in self.paths))
                 self._decide(_Verdict.RIGHT)
             return self._verdict is not _Verdict.DOUBTED
 

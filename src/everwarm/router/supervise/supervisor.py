@@ -327,7 +327,7 @@ class Supervisor:
                 self._on_ready(message)
             case m.Fatal(message=text, reason="model_changed"):
                 self._is_outdated = True
-                log.warning("%s: the engine is started again on what it is now", text)
+                log.warning("%s: the engine is restarted with the new file", text)
                 self._begin_again(text)
             case m.Fatal(message=text, reason=reason):
                 self.gave_reason = True

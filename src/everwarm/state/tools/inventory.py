@@ -286,7 +286,7 @@ class Inspected:
     path: Path
     size: int
     header: ObjectHeader
-    damaged: dict[str, str]  # sections that are not what they were, and why
+    damaged: dict[str, str]  # sections whose bytes have changed, and why
     needs: dict[str, str]  # everything it needs, and what is wrong with that; "": nothing
 
     @property

@@ -65,7 +65,7 @@ export const SHORT_REASONS = {
 
 const SENTENCES = {
   hit: () => "Everything was known: nothing had to be read.",
-  extended: () => "It goes on where what is known ends. Only what is new was read.",
+  extended: () => "It extends a prompt that is cached. Only what is new was read.",
   edited_at: (c) => `It shares its beginning with something known and differs from token ${count(c.diverged?.at ?? c.n_shared)} on. What changes is best put last.`,
   new: () => "No conversation like it was read before.",
   no_checkpoint: () => "Its tokens are known, but no state was kept near enough. A smaller --checkpoint-every helps.",
@@ -74,7 +74,7 @@ const SENTENCES = {
   load_slower_than_compute: () => "It is on disk, but reading it again was faster than loading it.",
   refused: () => "What was kept of it could not be restored; the server's log says more.",
   cache_off: () => "The request wanted no cache.",
-  deterministic: () => "It had to be reproducible, and what is kept does not come from a reading that was alone.",
+  deterministic: () => "It had to be reproducible, and the cached state was computed beside other requests, so it is not bit-exact.",
   checkpoints_off: () => "Checkpoints are switched off (--max-checkpoints 0).",
 };
 
