@@ -17,6 +17,14 @@ def test_the_defaults_leave_everything_but_the_number_to_the_model():
     assert (params.max_checkpoints, params.every_n_tokens, params.min_tokens, params.min_gap) == (32, None, None, None)
 
 
+def test_each_with_changes_one_value_and_leaves_the_original_alone():
+    params = CheckpointParams()
+    changed = params.with_max_checkpoints(7).with_every_n_tokens(100).with_min_tokens(5).with_min_gap(9)
+    assert changed == CheckpointParams(7, 100, 5, 9)
+    assert params == CheckpointParams()
+    assert params.with_min_gap(9) == CheckpointParams(min_gap=9)
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -49,6 +57,11 @@ def test_a_value_out_of_bounds_is_refused_with_its_name_and_value(bad):
 )
 def test_the_bounds_themselves_are_allowed(good):
     CheckpointParams(**good)
+
+
+def test_a_with_is_checked_like_the_constructor():
+    with pytest.raises(BadRequest, match="min_tokens is -3"):
+        CheckpointParams().with_min_tokens(-3)
 
 
 def test_a_state_costs_what_the_kv_between_two_states_costs():

@@ -11,7 +11,7 @@ import enum
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from everwarm.config import require
@@ -50,6 +50,18 @@ class CheckpointParams:
         _bounded("every_n_tokens", self.every_n_tokens, -1, 1 << 26)
         _bounded("min_tokens", self.min_tokens, 0, 1 << 26)
         _bounded("min_gap", self.min_gap, 0, 1 << 26)
+
+    def with_max_checkpoints(self, max_checkpoints: int) -> CheckpointParams:
+        return replace(self, max_checkpoints=max_checkpoints)
+
+    def with_every_n_tokens(self, every_n_tokens: int) -> CheckpointParams:
+        return replace(self, every_n_tokens=every_n_tokens)
+
+    def with_min_tokens(self, min_tokens: int) -> CheckpointParams:
+        return replace(self, min_tokens=min_tokens)
+
+    def with_min_gap(self, min_gap: int) -> CheckpointParams:
+        return replace(self, min_gap=min_gap)
 
     def fitted(self, *, state_bytes: int, kv_bytes_per_token: int, window: bool, on_gpu: bool = False) -> Spacing:
         """The numbers for one model: a state then costs about what the KV it stands for costs."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from everwarm.state.store.object import Damaged, SlotPoint
 from everwarm.state.store.slot_file import Claim
 
 log = logging.getLogger("everwarm.engine")
+
+KEPT_WITHIN_S = 1.0  # the next checkpoint of a file is read when the one before it was weighed, or after so long
 
 
 class SlotCommands:
@@ -161,19 +164,21 @@ class SlotCommands:
         points = (point.n_items for point in later.points)
         arriving: Arriving[LoadedPoint | LoadOutcome] = Arriving.of(slot.content, slot.namespace, points)
         self._loader.arrivals.files.append(arriving)
-        core.cache.ram_budget.make_room(later.n_bytes)
         self._files.submit(self._read_later, core, later, arriving, loop)
 
     def _read_later(
         self, core: Core, later: slot_io.Later, arriving: Arriving[LoadedPoint | LoadOutcome], loop: Loop
     ) -> None:
-        """On the thread for files. What cannot be read costs only that checkpoint."""
+        """On the thread for files. What cannot be read costs only that checkpoint. Where RAM is full, each is weighed
+        against everything else as it comes: making room for all of them would evict what the next request needs."""
         try:
             for point in later.points:
                 if arriving.is_stopped:
                     break
                 arriving.points[point.n_items].set_result(self._read_point(core, later, point))
-                loop.post(partial(self._keep_later, arriving=arriving, n_items=point.n_items))
+                is_kept = threading.Event()
+                loop.post(partial(self._keep_later, arriving=arriving, n_items=point.n_items, is_kept=is_kept))
+                is_kept.wait(KEPT_WITHIN_S)
         except Exception:
             log.exception("the rest of a slot file could not be read")
         finally:
@@ -193,11 +198,14 @@ class SlotCommands:
             return LoadOutcome(n_spoilt=point.n_items)
         return LoadedPoint(point.n_items, (), checkpoint, [], max(1e-6, time.monotonic() - began), "ram")
 
-    def _keep_later(self, core: Core, *, arriving: Arriving[LoadedPoint | LoadOutcome], n_items: int) -> None:
+    def _keep_later(
+        self, core: Core, *, arriving: Arriving[LoadedPoint | LoadOutcome], n_items: int, is_kept: threading.Event
+    ) -> None:
         """A request that waited for it may have added it to the tree already."""
         if not arriving.is_stopped:
             core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items]))
             core.cache.ram_budget.enforce()
+        is_kept.set()
 
     def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
         self._empty_own(core, slot, message)

@@ -285,7 +285,6 @@ class Later:
         self._arena = arena
         self._fds = (os.dup(pair.main), os.dup(pair.companion))
         self._reader = ObjectReader(self._fds[1])
-        self.n_bytes = n_bytes_of(points, self._reader)
 
     def read(self, point: SlotPoint) -> SavedPoint:
         """``Damaged``: this one cannot be used."""
