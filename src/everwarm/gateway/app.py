@@ -41,6 +41,7 @@ from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.openai.stored_chats import StoredChats
 from everwarm.gateway.response_store import ResponseStore
+from everwarm.gateway.responses.background_responses import BackgroundResponses
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
@@ -79,7 +80,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     scales, volatile = AdapterScales(), VolatileLines()
     preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales, volatile)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
-    cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings)
+    background = BackgroundResponses()
+    cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings, background.discard)
     pulls = Pulls(pool, allowed=settings.allow_pull)
     access = settings.access()
     traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
@@ -88,7 +90,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
         *OpenAI(pool, gate, replies, chats := StoredChats(gate, store)).routes(),
-        *(responses := Responses(pool, gate, replies, preparer, store)).routes(),
+        *Responses(pool, gate, replies, preparer, store, background).routes(),
         *Models(pool, gate, pulls).routes(),
         *(llama_server := LlamaServer(pool, gate, replies, preparer, settings, scales)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
@@ -107,7 +109,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         limits.is_draining = True
         cache.hub.close()
         await pool.stop(settings.grace_s)
-        await asyncio.gather(responses.close(), images.close())
+        await asyncio.gather(background.close(), images.close())
         for each in (bodies, store, remembered, pulls):
             each.close()
         if traces is not None:

@@ -341,12 +341,12 @@ class SimulatedCache:
         state = None if spare is not None else self._new_state()
         checkpoint = Checkpoint(kind, True, (), state=state, used_at=self._tick())
         checkpoint.logits = self._new_logits() if kind is CutKind.END else None
-        self.tree.set_checkpoint(node, checkpoint)
-        if spare is not None:
-            self._device.park(spare, node)
-        self._drop_superseded(node)
-        self._thin(node)
-        self._enforce_budget()
+        with self._lifted():
+            self.tree.set_checkpoint(node, checkpoint)
+            if spare is not None:
+                self._device.park(spare, node)
+            self._drop_superseded(node)
+            self._thin(node)
         return node.checkpoint is checkpoint or kind not in _OPTIONAL
 
     def _spare_at_hand(self, kind: CutKind) -> int | None:

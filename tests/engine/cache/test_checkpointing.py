@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 
@@ -169,3 +170,30 @@ def test_where_parking_takes_longer_than_a_copy_states_are_copied(cell_s, monkey
     with open_core(n_spares=3, n_slots=1, ram_bytes=0) as core:
         run(core, PROMPT, stable=STABLE)
         assert core.cache.residents.spares.parked(), "RAM holds none"
+
+
+@pytest.mark.parametrize("seed", [7063, 7096, 7102, 7127])
+def test_what_is_thinned_is_not_evicted_before(seed):
+    """Several checkpoints of a path are given up at once while RAM is full: dropping one must not evict the next."""
+    rng = random.Random(seed)
+    ram_bytes = rng.choice([200, 300, 400, 500, 600, 800]) << 10
+    n_spares = rng.choice([0, 1, 2, 4])
+    arch = rng.choice(["gemma3", "gemma3", "qwen35"])
+    params = CheckpointParams(max_checkpoints=rng.choice([2, 3, 4]), every_n_tokens=1000, min_gap=0, min_tokens=0)
+    with open_core(arch, n_spares=n_spares, ram_bytes=ram_bytes, n_ctx=2048, checkpoints=params) as core:
+        history = text(1, 100)
+        for _ in range(12):
+            kind = rng.random()
+            stables = tuple(sorted(rng.sample(range(20, len(history) - 1), min(8, len(history) // 12))))
+            if 0.4 <= kind < 0.7:
+                prompt = [*history[: rng.randrange(20, len(history))], *text(rng.randrange(2, 200), 60)]
+                inside = tuple(stable for stable in stables if stable < len(prompt))
+                run(core, prompt, 2, stables=inside[:2], boundaries=inside, priority=rng.choice([0, 100]))
+                continue
+            if kind < 0.4:
+                result = run(core, history, 2, stables=stables, priority=rng.choice([0, 100, 10]))
+            else:
+                result = run(core, history, 2, stable=len(history) - 3)
+            history = [*history, *result.tokens, *text(rng.randrange(2, 200), 50)]
+            check(core)
+            assert core.cache.tree.ram_bytes <= ram_bytes

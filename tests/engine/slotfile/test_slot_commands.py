@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from everwarm.config import GREEDY
+from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.engine import Engine
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
@@ -20,6 +21,7 @@ from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.engine.tiers.arriving import Arriving
 from support.drive import text
 from support.models import tiny_model
+from support.server import until
 from support.slot_files import damage_state, header_of
 
 HISTORY, NEW = text(1, 400), text(2, 30)
@@ -49,14 +51,14 @@ class Serving:
     files: SlotCommands
     answers: queue.SimpleQueue
 
-    def start(self, action: str, path: Path) -> None:
-        self.files.handle(m.SlotAction(7, 0, action, str(path)), self.engine._loop)
+    def start(self, action: str, path: Path, slot: int = 0) -> None:
+        self.files.handle(m.SlotAction(7, slot, action, str(path)), self.engine._loop)
 
     def answer(self):
         return self.answers.get(timeout=60)
 
-    def act(self, action: str, path: Path):
-        self.start(action, path)
+    def act(self, action: str, path: Path, slot: int = 0):
+        self.start(action, path, slot)
         return self.answer()
 
     def run(self, tokens: list[int], n: int = 4, **more):
@@ -120,7 +122,7 @@ def test_a_request_that_needs_the_rest_waits_for_it(path, monkeypatch, waits):
     expected = golden([*HISTORY[:OLD], *NEW])
     gate = Gate(monkeypatch)
     if not waits:
-        monkeypatch.setattr(Arriving, "best_for", lambda *_: None)
+        monkeypatch.setattr(Arriving, "best_for", lambda *_, **__: None)
     with serving() as server:
         server.act("restore", path)
         assert gate.reached.wait(60)
@@ -233,12 +235,91 @@ def test_a_truncated_file_is_refused_and_harms_no_running_slot(path, n_cut):
         assert server.run([*HISTORY, *NEW, 5]).n_cached >= len(HISTORY) + len(NEW)
 
 
-def test_room_is_made_before_the_file_is_read(path):
-    """A RAM tier that is full of other conversations evicts them first, and stays within its budget."""
-    with serving(ram_bytes=3 << 20) as server:
+@pytest.mark.parametrize(("ram_kib", "is_parked"), [(3072, True), (2400, False), (1200, False), (800, False)])
+def test_room_is_made_before_the_file_is_read(path, monkeypatch, ram_kib, is_parked):
+    """A RAM tier that is full of other conversations evicts them first, and stays within its budget; of the conversation
+    itself it keeps what the next turn needs, also where the slot's own state goes to RAM."""
+    if not is_parked:
+        monkeypatch.setattr(Checkpointer, "_is_parked_sooner", lambda *_: False)
+    with serving(ram_bytes=ram_kib << 10) as server:
         for seed in range(3, 12):
             server.run(text(seed, 300), boundaries=(100, 200))
         assert isinstance(server.act("restore", path), m.Answer)
         server.settle()
-        assert server.engine.call(lambda core: core.cache.tree.ram_bytes) <= 3 << 20
+        assert server.engine.call(lambda core: core.cache.tree.ram_bytes) <= ram_kib << 10
         assert server.run([*HISTORY, *NEW]).n_cached >= len(HISTORY) - 20
+
+
+def test_an_erased_slot_holds_up_nobody_who_waits_for_the_rest_of_its_file(path, monkeypatch):
+    """The file's thread stands still meanwhile: the loop does not wait for it."""
+    expected = golden([*HISTORY[:OLD], *NEW])
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
+        until(lambda: server.engine.call(lambda core: core.admission.is_waiting_for_disk), "it waits for the file")
+        assert server.act("erase", path).data["n_erased"] > 0
+        reader = threading.Thread(target=stream.result)
+        reader.start()
+        reader.join(30)
+        was_held_up = reader.is_alive()
+        gate.is_open.set()
+        reader.join(60)
+        assert not was_held_up and list(stream.result().tokens) == expected and stream.result().n_cached == 0
+        server.settle()
+
+
+def test_erasing_another_conversation_leaves_the_rest_of_a_file_alone(path, monkeypatch):
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.run([*HISTORY[:50], *text(9, 60)])
+        server.act("restore", path, slot=1)
+        assert gate.reached.wait(60)
+        assert server.act("erase", path).data["n_erased"] > 0
+        gate.is_open.set()
+        server.settle()
+        assert OLD in server.points() and server.run([*HISTORY[:OLD], *NEW]).n_cached == OLD
+
+
+def test_who_waits_for_a_damaged_checkpoint_gets_the_one_before_it(path, monkeypatch):
+    damage_state(path, OLD)
+    expected = golden([*HISTORY[:OLD], *NEW])
+    gate = Gate(monkeypatch)
+    with serving() as server:
+        server.act("restore", path)
+        assert gate.reached.wait(60)
+        stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
+        until(lambda: server.engine.call(lambda core: core.admission.is_waiting_for_disk), "it waits for the file")
+        gate.is_open.set()
+        assert list(stream.result().tokens) == expected and stream.result().n_cached == 120
+        server.settle()
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_restore_evicts_nobody_else_who_keeps_within_a_share(path, share):
+    """The control has no shares: the other namespace, which nobody came back to, gives way."""
+    with serving(ram_bytes=4 << 20, namespace_share=share) as server:
+        for seed in range(3, 14):
+            server.run(text(seed, 300), boundaries=(100, 200), namespace="other")
+        for seed in range(3, 14):
+            server.run(text(seed, 300), boundaries=(100, 200))
+            server.run([*text(seed, 300), *NEW], boundaries=(100, 200))
+
+        def of_other(core):
+            return core.cache.tree.root("other").ram_bytes
+
+        server.engine.call(lambda core: core.cache.ram_budget.enforce())
+        before = server.engine.call(of_other)
+        assert isinstance(server.act("restore", path), m.Answer)
+        server.settle()
+        after = server.engine.call(of_other)
+        assert (after == before) is (share == 0.5), (before, after)
+
+
+def test_a_save_leaves_ram_within_its_budget(path):
+    with serving(n_spares=8, ram_bytes=400 << 10) as server:
+        server.run(HISTORY, boundaries=ENDS, stable=STABLE)
+        assert isinstance(server.act("save", path.parent / "b.bin"), m.Answer)
+        assert server.engine.call(lambda core: core.cache.tree.ram_bytes) <= 400 << 10
+    assert len(header_of(path.parent / "b.bin").points) > 2, "and the file has more than fits into it"

@@ -5,7 +5,7 @@ import pytest
 
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.speculation import tree_lookup
-from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, TreeLookup
+from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, DiskTexts, TreeLookup
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.tree import Tree
 from support.drafts import always_draft, drafting_core
@@ -168,3 +168,31 @@ def test_a_damaged_file_is_no_text(tmp_path):
             raw[4096:4100] = b"\xff\xff\xff\xff"
             path.write_bytes(raw)
         assert disk.newest_texts(space, 1000) == []
+
+
+@pytest.mark.parametrize("n_namespaces", [1, 16, 32])
+def test_the_disk_reads_texts_one_namespace_after_the_other(n_namespaces):
+    """Its thread also writes what is acknowledged: looks never queue up there."""
+
+    class Disk:
+        is_on, version = True, 1
+
+        def newest_texts(self, _space, _most):
+            return [np.array([7, 8], np.int32)]
+
+    class Tiers:
+        def __init__(self):
+            self.disk, self.fingerprint, self.jobs = Disk(), "f", []
+
+        def after_all(self, job):
+            self.jobs.append(job)
+
+    tiers = Tiers()
+    texts = DiskTexts(tiers)
+    for i in range(200):
+        texts.of(f"n{i % n_namespaces}")
+    assert len(tiers.jobs) == 1
+    for job in tiers.jobs:
+        job()
+    texts.of(f"n{n_namespaces - 1}")
+    assert texts.of("n0").tolist() == [7, 8, -1] and len(tiers.jobs) == min(2, n_namespaces)

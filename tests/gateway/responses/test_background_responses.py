@@ -10,7 +10,12 @@ import openai
 import pytest
 
 from everwarm.errors import Overloaded
-from everwarm.gateway.responses.background_responses import MAX_RUNNING, MAX_RUNNING_EACH, BackgroundResponses
+from everwarm.gateway.responses.background_responses import (
+    MAX_RUNNING,
+    MAX_RUNNING_EACH,
+    MAX_UNSTORED,
+    BackgroundResponses,
+)
 from everwarm.types import Json
 from support.openai_client import openai_client
 from support.server import serving, until
@@ -101,9 +106,10 @@ def test_one_that_is_over_is_stored_though_it_is_cancelled_meanwhile():
         async def work() -> Json:
             return {"status": "failed"}
 
-        async def keep(response: Json) -> None:
+        async def keep(response: Json) -> bool:
             await asyncio.sleep(0.02)
             kept.append(response["status"])
+            return True
 
         def begin(id: str) -> None:
             running.start("n", id, lambda status: {"status": status}, work(), keep, lambda: None)
@@ -127,7 +133,8 @@ def test_only_so_many_run():
     async def test() -> None:
         running, n_over = BackgroundResponses(), 0
 
-        async def keep(_: Json) -> None: ...
+        async def keep(_: Json) -> bool:
+            return True
 
         def over() -> None:
             nonlocal n_over
@@ -148,3 +155,54 @@ def test_only_so_many_run():
         assert n_over == MAX_RUNNING, "also of those that were cancelled before they began"
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("how", ["stored", "refused", "raised"])
+def test_one_that_cannot_be_stored_is_shown_from_memory(how):
+    async def test() -> None:
+        running = BackgroundResponses()
+
+        async def work() -> Json:
+            return {"status": "completed"}
+
+        async def keep(_: Json) -> bool:
+            if how == "raised":
+                raise UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "surrogates not allowed")
+            return how == "stored"
+
+        for i in range(MAX_UNSTORED + 1):
+            running.start("n", str(i), lambda status: {"status": status}, work(), keep, lambda: None)
+            await asyncio.sleep(0)
+            await running.cancel("n", str(i))
+        shown = [running.find("n", id) for id in ("0", "1")]
+        assert shown == [None, None if how == "stored" else {"status": "completed"}], "the newest few"
+        assert running.forget("n", "1") is (how != "stored") and running.find("n", "1") is None
+
+    asyncio.run(test())
+
+
+def test_what_is_discarded_is_neither_written_on_nor_stored():
+    async def test() -> None:
+        running, kept = BackgroundResponses(), []
+
+        async def keep(response: Json) -> bool:
+            kept.append(response)
+            return False
+
+        for namespace in ("a", "ab", "b"):
+            running.start(namespace, "1", lambda status: {"status": status}, asyncio.sleep(60, {}), keep, lambda: None)
+        await asyncio.sleep(0)
+        assert await running.discard("a") == 2 and kept == []
+        assert [running.find(namespace, "1") is None for namespace in ("a", "ab", "b")] == [True, True, False]
+        await running.cancel("b", "1")
+        assert len(kept) == 1 and await running.discard("b") == 1 and running.find("b", "1") is None
+
+    asyncio.run(test())
+
+
+def test_deleting_all_responses_ends_those_that_run(server, client):
+    running = begin(client, max_output_tokens=4000, extra_body=ENDLESS)
+    assert server.call("DELETE", "/cache?responses=true").json["responses"] >= 1
+    until(server.is_idle, "it does not run on")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(running.id)

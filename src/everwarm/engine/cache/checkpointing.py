@@ -83,12 +83,12 @@ class Checkpointer:
         if spare is not None:
             self._spares.take(spare, slot.seq, node, checkpoint)
             checkpoint.logits = None if logits is None else logits.copy()
-        self._tree.set_checkpoint(node, checkpoint)
-        if kind not in PROVISIONAL:  # those must not displace another checkpoint
-            self._drop_superseded(node)
-            self._thin(node)
-        self._journal.created(node, checkpoint)
-        self._budget.enforce()
+        with self._budget.lifted():  # what is dropped leaves room, and may not be evicted before it is dropped
+            self._tree.set_checkpoint(node, checkpoint)
+            if kind not in PROVISIONAL:  # those must not displace another checkpoint
+                self._drop_superseded(node)
+                self._thin(node)
+            self._journal.created(node, checkpoint)
         if node.checkpoint is not checkpoint and kind in _OPTIONAL and not _is_deterministic(slot):
             slot.skip_cuts(kind)  # RAM is full of better ones
 

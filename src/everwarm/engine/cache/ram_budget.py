@@ -119,11 +119,15 @@ class RamBudget:
             self._shrink(root, lambda root=root: root.ram_bytes, most)  # type: ignore[misc]
         self._shrink(None, lambda: self._tree.ram_bytes, self.n_bytes)
 
-    def make_room(self, n_bytes: int) -> None:
-        """Evicts the least valuable until so many bytes more fit: what is read next then gets memory that was used before,
-        and does not wait for new pages."""
-        if not self._n_lifted and self.can_hold(n_bytes):
-            self._shrink(None, lambda: self._tree.ram_bytes, self.n_bytes - n_bytes)
+    def make_room(self, n_bytes: int, root: Node) -> None:
+        """Evicts the least valuable until so many bytes more fit below a namespace's root, within its share: what is read
+        next then gets memory that was used before, and does not wait for new pages."""
+        if self._n_lifted or not self.can_hold(n_bytes):
+            return
+        share = int(self.n_bytes * self.namespace_share)
+        if share < self.n_bytes:
+            self._shrink(root, lambda: root.ram_bytes, share - n_bytes)
+        self._shrink(None, lambda: self._tree.ram_bytes, self.n_bytes - n_bytes)
 
     def _shrink(self, root: Node | None, weight: Callable[[], int], budget: int) -> None:
         """Evicts below a root, or anywhere. Of a large tree no more is evicted than must be, part by part."""

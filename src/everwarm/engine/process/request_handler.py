@@ -100,9 +100,12 @@ class RequestHandler:
     # frames in, on the reader's thread
 
     def handle(self, message: m.ToEngine, loop: Loop) -> None:
+        self._answering(message, lambda: self._dispatch(message, loop))
+
+    def _answering(self, message: m.ToEngine, work: Callable[[], None]) -> None:
         """Never raises for the content of a frame: the sender gets the error."""
         try:
-            self._dispatch(message, loop)
+            work()
         except EverwarmError as error:
             self._send(m.failed(getattr(message, "id", 0), error))
         except Exception:
@@ -119,9 +122,10 @@ class RequestHandler:
                 if not self._preparing_constraints.cancel(id) and not self._preparing_texts.cancel(id):
                     loop.post(lambda core: core.cancel(self._requests.get(id, -1)))
             case m.Tokenize() | m.Detokenize():
-                self._aside.submit(self._answer, message)  # a long text must not keep others waiting
+                # a long text must not keep others waiting
+                self._aside.submit(self._answering, message, lambda: self._answer(message))
             case m.AskPrompt():
-                self._aside.submit(self._answer_of_prompt, message, loop)
+                self._aside.submit(self._answering, message, lambda: self._answer_of_prompt(message, loop))
             case m.SlotAction():
                 self._slot_commands.handle(message, loop)
             case m.AskTree() | m.CacheOrder():
@@ -174,25 +178,19 @@ class RequestHandler:
 
     def _answer(self, question: m.Tokenize | m.Detokenize) -> None:
         vocab = self._vocab
-        try:
-            if isinstance(question, m.Detokenize):
-                return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
-            special = question.add_special
-            parse = question.parse_special
-            tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
-            pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
-            sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
-            self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
-        except EverwarmError as error:
-            self._send(m.failed(question.id, error))
+        if isinstance(question, m.Detokenize):
+            return self._send(m.Answer(question.id, vocab.detokenize(question.tokens)))
+        special = question.add_special
+        parse = question.parse_special
+        tokens = vocab.tokenize(question.text, add_special=special, parse_special=parse)
+        pieces = [vocab.piece(token) for token in tokens.tolist()] if question.with_pieces else []
+        sizes = np.fromiter(map(len, pieces), "<u4", len(pieces)).tobytes()
+        self._send(m.Answer(question.id, m.Tokenized(tokens.astype("<i4").tobytes(), sizes, b"".join(pieces))))
 
     def _answer_of_prompt(self, question: m.AskPrompt, loop: Loop) -> None:
         n_most = _COUNTED_CONTEXTS * self._n_ctx if question.what == "count" else self._n_ctx
-        try:
-            self._check_length(question.submit.text or "", n_most)
-            ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
-        except EverwarmError as error:
-            return self._send(m.failed(question.id, error))
+        self._check_length(question.submit.text or "", n_most)
+        ask = self._ask(msgspec.structs.replace(question.submit, constraint=None))
         match question.what:
             case "count":
                 self._send(m.Answer(question.id, ask.prompt.n_tokens(len(ask.prompt))))

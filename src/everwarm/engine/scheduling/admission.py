@@ -180,19 +180,26 @@ class Admission:
 
     def _waits_for_load(self, request: Request) -> bool:
         """Whether a load from disk is still running for it. The first call starts the load."""
-        if not self._loader.is_on or not request.ask.use_cache:
+        if not request.ask.use_cache:
             return False
-        if request.id not in self._fetches:
-            if sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._slots):
-                return True  # what is read ahead lies in RAM
-            prompt = request.items(request.n_items)
-            namespace = request.ask.namespace
-            match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
-            ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
-            exact = request.ask.deterministic
-            self._fetches[request.id] = self._loader.seek(prompt, namespace, match, ends, exact=exact)
-        fetch = self._fetches[request.id]
+        fetch = self._fetches.get(request.id)
+        while fetch is None or (isinstance(fetch, Fetch) and fetch.is_lost):
+            if fetch is None and not self._loader.is_on:
+                return False
+            if fetch is None and self._are_many_loaded():
+                return True
+            self._fetches[request.id] = fetch = self._sought(request)
         return isinstance(fetch, Fetch) and not fetch.is_done
+
+    def _are_many_loaded(self) -> bool:
+        """What is loaded for requests that wait lies in RAM."""
+        return sum(isinstance(fetch, Fetch) for fetch in self._fetches.values()) > len(self._slots)
+
+    def _sought(self, request: Request) -> Fetch | LoadOutcome:
+        prompt, namespace = request.items(request.n_items), request.ask.namespace
+        match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
+        ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
+        return self._loader.seek(prompt, namespace, match, ends, exact=request.ask.deterministic)
 
     def lay_fetched(self, request: Request) -> LoadOutcome:
         """Adds what was loaded for a request to the tree."""

@@ -96,7 +96,8 @@ class SlotCommands:
 
     def _capture(self, core: Core, *, slot: Slot, message: m.SlotAction, began: float) -> None:
         try:
-            saved = slot_io.capture(core, slot, message.namespace)
+            with core.cache.ram_budget.lifted():  # states are copied to RAM to be written
+                saved = slot_io.capture(core, slot, message.namespace)
         except EverwarmError as error:
             return self._send(m.failed(message.id, error))
         self._files.submit(self._answer, message, lambda: self._write(saved, message, began))
@@ -118,7 +119,7 @@ class SlotCommands:
         """Reads and verifies the conversation before the slot is touched."""
 
         def make_room(n_bytes: int) -> None:
-            loop.post(lambda core: core.cache.ram_budget.make_room(n_bytes))
+            loop.post(lambda core: core.cache.ram_budget.make_room(n_bytes, core.cache.tree.root(message.namespace)))
 
         try:
             saved, n_bytes = slot_io.read(Path(message.path), self._claim(message), self._n_ctx, self._arena, make_room)
@@ -161,7 +162,7 @@ class SlotCommands:
 
     def _expect(self, core: Core, slot: Slot, later: slot_io.Later, loop: Loop) -> None:
         """Begins to read the rest of the checkpoints. A request that needs one of them waits for it."""
-        points = (point.n_items for point in later.points)
+        points = {point.n_items: point.clean for point in later.points}
         arriving: Arriving[LoadedPoint | LoadOutcome] = Arriving.of(slot.content, slot.namespace, points)
         self._loader.arrivals.files.append(arriving)
         self._files.submit(self._read_later, core, later, arriving, loop)
@@ -175,7 +176,10 @@ class SlotCommands:
             for point in later.points:
                 if arriving.is_stopped:
                     break
-                arriving.points[point.n_items].set_result(self._read_point(core, later, point))
+                loaded = self._read_point(core, later, point)
+                if isinstance(loaded, LoadOutcome):
+                    arriving.lost.add(point.n_items)
+                arriving.points[point.n_items].set_result(loaded)
                 is_kept = threading.Event()
                 loop.post(partial(self._keep_later, arriving=arriving, n_items=point.n_items, is_kept=is_kept))
                 is_kept.wait(KEPT_WITHIN_S)
@@ -202,9 +206,8 @@ class SlotCommands:
         self, core: Core, *, arriving: Arriving[LoadedPoint | LoadOutcome], n_items: int, is_kept: threading.Event
     ) -> None:
         """A request that waited for it may have added it to the tree already."""
-        if not arriving.is_stopped:
-            core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items]))
-            core.cache.ram_budget.enforce()
+        core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items], arriving))
+        core.cache.ram_budget.enforce()
         is_kept.set()
 
     def _fail(self, core: Core, slot: Slot, message: m.SlotAction, error: EverwarmError) -> None:
@@ -220,8 +223,6 @@ class SlotCommands:
     # erase
 
     def _erase(self, core: Core, slot: Slot, message: m.SlotAction) -> None:
-        if owner_of(slot.namespace) == message.namespace:
-            core.cache.loader.arrivals.stop_of(slot.content, slot.namespace)
         self._answer(message, lambda: {"n_erased": slot_io.erase(core, slot, message.namespace)})
 
     def _claim(self, message: m.SlotAction) -> Claim:

@@ -287,8 +287,11 @@ class Later:
         self._reader = ObjectReader(self._fds[1])
 
     def read(self, point: SlotPoint) -> SavedPoint:
-        """``Damaged``: this one cannot be used."""
-        return _read_point(self._fds[0], self._reader, point, self._arena)
+        """``Damaged``: this one cannot be used. It is verified here, so that the loop's thread need not."""
+        saved = _read_point(self._fds[0], self._reader, point, self._arena)
+        if saved.state is not None and not self._arena.is_sound(saved.state):
+            raise Damaged(f"its checkpoint at {point.n_items} has changed")
+        return saved
 
     def close(self) -> None:
         for fd in self._fds:
@@ -424,7 +427,7 @@ def _read_point(main: int, reader: ObjectReader, point: SlotPoint, arena: Arena 
     state[point.n_bytes :] = tail
     is_left = arena is not None and arena.doubt(state, point.digest)
     if not is_left and blake3.blake3(state.data, max_threads=blake3.blake3.AUTO).hexdigest() != point.digest:
-        raise Damaged(f"its checkpoint at {point.n_items} is not what it was")
+        raise Damaged(f"its checkpoint at {point.n_items} has changed")
     return SavedPoint(point, state, logits)
 
 
@@ -482,20 +485,21 @@ def _put_sequence(core: Core, slot: Slot, saved: Saved, state: Blob, namespace: 
 
 
 def _put_points(core: Core, slot: Slot, points: Sequence[SavedPoint]) -> None:
-    """Keeps the checkpoints of the conversation that was put into the slot, and its end."""
-    for each in points:
-        if each.state is not None:
-            keep_point(core, slot.content, slot.namespace, each)
-        if each.point.n_items == slot.n_fed:
-            slot.hold(slot.items, slot.node, each.point.chunks)
-    is_new = slot.node.checkpoint is None
-    core.cache.checkpointer.take(slot, CutKind.REPLY)
-    for each in points:
-        if is_new and each.state is None and each.point.n_items == slot.n_fed:
-            _describe_end(core, slot.node, each)
-    ends = [each.point.n_items for each in points if each.point.cut == CutKind.END.value]
-    core.cache.returns.leave(slot.node, max(ends, default=slot.n_fed), Continuation())  # it will be continued
-    core.cache.ram_budget.enforce()
+    """Keeps the checkpoints of the conversation that was put into the slot, and its end. RAM evicts for them only when it
+    is known that the conversation will be continued: before that they are worth nothing."""
+    with core.cache.ram_budget.lifted():
+        for each in points:
+            if each.state is not None:
+                keep_point(core, slot.content, slot.namespace, each)
+            if each.point.n_items == slot.n_fed:
+                slot.hold(slot.items, slot.node, each.point.chunks)
+        is_new = slot.node.checkpoint is None
+        core.cache.checkpointer.take(slot, CutKind.REPLY)
+        for each in points:
+            if is_new and each.state is None and each.point.n_items == slot.n_fed:
+                _describe_end(core, slot.node, each)
+        ends = [each.point.n_items for each in points if each.point.cut == CutKind.END.value]
+        core.cache.returns.leave(slot.node, max(ends, default=slot.n_fed), Continuation())
 
 
 def keep_point(core: Core, prompt: Prompt, namespace: str, each: SavedPoint) -> None:
@@ -563,5 +567,6 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     core.cache.returns.forget_pruned()
     core.cache.tree.forgotten.clear(namespace)
     core.speculator.forget()
+    core.cache.loader.arrivals.forget(content, namespace, beyond=node.n_items)
     core.cache.tiers.forget(content, namespace, beyond=node.n_items)
     return n

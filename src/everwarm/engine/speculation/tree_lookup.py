@@ -46,6 +46,7 @@ class DiskTexts:
     def __init__(self, tiers: LowerTiers) -> None:
         self._tiers = tiers
         self._texts: dict[str, _Texts] = {}  # by namespace, the one that was asked for first at the beginning
+        self._n_reading = 0  # readings that the disk's thread has not done yet
         self._lock = threading.Lock()
         self._n_forgotten = 0
         self._not_before = 0.0
@@ -59,13 +60,14 @@ class DiskTexts:
 
     def _is_due(self, namespace: str, known: _Texts | None) -> bool:
         now = time.monotonic()
-        if now < self._not_before or not self._tiers.disk.is_on or is_volatile(namespace):
-            return False
+        if now < self._not_before or not self._tiers.disk.is_on or is_volatile(namespace) or self._n_reading:
+            return False  # one reading at a time: states are written on the same thread
         return known is None or (known.version != self._tiers.disk.version and now - known.asked_at >= RENEW_S)
 
     def _ask(self, namespace: str, tokens: Tokens) -> None:
         asked = _Texts(tokens, self._tiers.disk.version, asked_at=time.monotonic())
         with self._lock:
+            self._n_reading += 1
             self._texts[namespace] = asked
             while len(self._texts) > MOST_NAMESPACES:
                 del self._texts[next(iter(self._texts))]
@@ -74,8 +76,12 @@ class DiskTexts:
     def _read(self, namespace: str, asked: _Texts, n_forgotten: int) -> None:
         """Runs on the disk's thread."""
         space = short_key(root_key(self._tiers.fingerprint, namespace))
-        parts = [part for text in self._tiers.disk.newest_texts(space, MOST_TOKENS) for part in (GAP, text)]
-        tokens = np.concatenate(parts[::-1]) if parts else GAP
+        tokens = GAP
+        try:
+            parts = [part for text in self._tiers.disk.newest_texts(space, MOST_TOKENS) for part in (GAP, text)]
+            tokens = np.concatenate(parts[::-1]) if parts else GAP
+        finally:
+            self._n_reading -= 1
         with self._lock:
             if n_forgotten == self._n_forgotten and namespace in self._texts:
                 self._texts[namespace] = _Texts(tokens, asked.version, asked_at=asked.asked_at)

@@ -20,7 +20,7 @@ from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
 from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.arriving import Arrivals
+from everwarm.engine.tiers.arriving import Arrivals, Arriving
 from everwarm.engine.tiers.disk_pins import pin_again
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import object_size
@@ -89,10 +89,16 @@ class Fetch:
     prompt: Prompt
     namespace: str
     future: Future[LoadedPoint | LoadOutcome]
+    file: Arriving[LoadedPoint | LoadOutcome] | None = None  # the slot file that it comes from
 
     @property
     def is_done(self) -> bool:
         return self.future.done()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it will not come from its slot file; another point of that may."""
+        return self.file is not None and (self.file.is_stopped or self.n_items in self.file.lost)
 
     def wait(self, seconds: float) -> None:
         """Waits at most this long."""
@@ -177,9 +183,9 @@ class Loader:
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
         for file in self.arrivals.files:
-            best = file.best_for(prompt, namespace, n_have)
+            best = file.best_for(prompt, namespace, n_have, exact=exact)
             if best is not None:
-                return Fetch(best, prompt, namespace, file.points[best])
+                return Fetch(best, prompt, namespace, file.points[best], file)
         if is_volatile(namespace):
             return LoadOutcome()  # no prefix of it was ever written
         request = LoadRequest(prompt, namespace, ends, len(prompt) - 1, n_have, match.n_kv, match.n_shared)
@@ -236,6 +242,8 @@ class Loader:
 
     def lay(self, fetch: Fetch) -> LoadOutcome:
         """Adds what was loaded to the tree."""
+        if fetch.is_lost:
+            return LoadOutcome(n_spoilt=fetch.n_items)
         try:
             loaded = fetch.future.result()
         except Damaged as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -51,7 +52,10 @@ class CacheApi:
         replies: ReplyStore,
         volatile: VolatileLines,
         settings: ServerSettings,
+        end_background: Callable[[str], Awaitable[int]],
     ) -> None:
+        """``end_background``: ends the responses in the background of namespaces with a prefix, and stores none of them."""
+        self._end_background = end_background
         self._pool = pool
         self._gate = gate
         self._request_log = request_log
@@ -154,7 +158,8 @@ class CacheApi:
             raise BadRequest("this server has several models: name one with ?model=")
         answer = await self._forget(request, None)
         if request.query_params.get("responses", "false") in ("true", "1"):
-            answer["responses"] = await asyncio.to_thread(self._store.delete_all, reach_of(request))
+            n_running = await self._end_background(reach_of(request))
+            answer["responses"] = n_running + await asyncio.to_thread(self._store.delete_all, reach_of(request))
         return json_response(answer)
 
     async def _forget(self, request: Request, node: int | None) -> Json:

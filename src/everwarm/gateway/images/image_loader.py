@@ -403,8 +403,9 @@ class Lending:
             self._waiting.remove(borrower)
         elif borrower.turn.done():
             self.n_bytes -= borrower.n_bytes
-            self._lent[borrower.namespace] -= borrower.n_bytes
-            if not self._lent[borrower.namespace]:
+            own = self._lent.get(borrower.namespace, 0) - borrower.n_bytes
+            self._lent[borrower.namespace] = own
+            if own <= 0:
                 del self._lent[borrower.namespace]
         self._serve()
 

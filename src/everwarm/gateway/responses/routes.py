@@ -47,17 +47,20 @@ _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 class Responses:
     def __init__(
-        self, pool: Pool, gate: RequestGate, replies: Replies, preparer: RequestPreparer, store: ResponseStore
+        self,
+        pool: Pool,
+        gate: RequestGate,
+        replies: Replies,
+        preparer: RequestPreparer,
+        store: ResponseStore,
+        background: BackgroundResponses,
     ) -> None:
         self._pool = pool
         self._gate = gate
         self._replies = replies
         self._preparer = preparer
         self._store = store
-        self._background = BackgroundResponses()
-
-    async def close(self) -> None:
-        await self._background.close()
+        self._background = background
 
     def routes(self) -> list[Route]:
         return [
@@ -147,29 +150,36 @@ class Responses:
     async def get(self, request: Request) -> Response:
         if request.query_params.get("stream", "false") not in ("false", "0"):
             raise BadRequest("a stored response cannot be streamed again; leave stream out")
-        running = self._background.find(self._namespace(request), request.path_params["id"])
-        return json_response((await self._found(request)).response if running is None else running)
+        return json_response(await self._response(request))
 
     async def delete(self, request: Request) -> Response:
         id = request.path_params["id"]
-        is_one = id.startswith(PREFIX)
-        await self._background.cancel(self._namespace(request), id)
-        if not (is_one and await asyncio.to_thread(self._store.delete, self._namespace(request), id)):
+        namespace = self._namespace(request)
+        await self._background.cancel(namespace, id)
+        was_unstored = self._background.forget(namespace, id)
+        was_stored = id.startswith(PREFIX) and await asyncio.to_thread(self._store.delete, namespace, id)
+        if not (was_stored or was_unstored):
             raise _not_found(id)
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
         """Cancelling twice is the same as once."""
         await self._background.cancel(self._namespace(request), request.path_params["id"])
-        kept = await self._found(request)
-        if kept.response.get("status") != "cancelled":
-            raise BadRequest(f"the response {kept.id} is over: only one that runs in the background can be cancelled")
-        return json_response(kept.response)
+        response = await self._response(request)
+        if response.get("status") != "cancelled":
+            id = request.path_params["id"]
+            raise BadRequest(f"the response {id} is over: only one that runs in the background can be cancelled")
+        return json_response(response)
 
     async def input_items(self, request: Request) -> Response:
         """The input items of this response only; earlier items belong to the responses before it."""
         items = (await self._found(request)).input
         return json_response(page_of(items, request.query_params))
+
+    async def _response(self, request: Request) -> Json:
+        """As it is now: it may still run."""
+        running = self._background.find(self._namespace(request), request.path_params["id"])
+        return (await self._found(request)).response if running is None else running
 
     async def _found(self, request: Request) -> StoredResponse:
         id = request.path_params["id"]
@@ -262,8 +272,9 @@ class ResponsesTurn(Dialect):
         response: Json = self._last["response"]
         return response
 
-    async def keep(self, response: Json) -> None:
-        await asyncio.to_thread(self._store.keep, self.namespace, StoredResponse(self._items, response))
+    async def keep(self, response: Json) -> bool:
+        """Whether it is stored."""
+        return await asyncio.to_thread(self._store.keep, self.namespace, StoredResponse(self._items, response))
 
     def shown(self, status: str) -> Json:
         """The response before it is over."""

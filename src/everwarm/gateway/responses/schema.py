@@ -125,13 +125,16 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_text(arguments: str) -> str:
-    """The inverse of ``custom_arguments``; other JSON, or text that is no JSON, is returned unchanged."""
+    """The inverse of ``custom_arguments``; other JSON, or text that is no JSON, is returned unchanged. A lone
+    surrogate, which JSON can say and UTF-8 cannot, becomes U+FFFD."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
     text = found.get(INPUT) if isinstance(found, dict) else None
-    return text if isinstance(text, str) else arguments
+    if not isinstance(text, str):
+        return arguments
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 Choice = Literal["none", "auto", "required"]
