@@ -81,9 +81,12 @@ def test_what_is_read_with_other_scales_is_never_written(lora: str, tmp_path: Pa
         run(core, PROMPT, N, lora=(0.5,), namespace="n")
         tidy(core)
         assert core.cache.tree.root(adapted("n", (0.5,))).is_volatile
-        assert not [path for path in tmp_path.rglob("*") if path.is_file() and "objects" in path.parts]
+        core.put_away()
+        assert not list(tmp_path.rglob("*.ew"))
         run(core, PROMPT, N, namespace="n")
         tidy(core)
+        core.put_away()
+        assert list(tmp_path.rglob("*.ew")), "this test could not fail"
 
 
 def test_as_many_scales_as_adapters(lora: str) -> None:

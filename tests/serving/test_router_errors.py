@@ -386,9 +386,9 @@ def test_a_pinned_model_stays_whatever_comes(configured):
 
 
 def test_an_idle_model_goes_to_sleep_and_wakes_up_warm(configured):
+    before = time.monotonic()
     first = configured.complete("sleepy", TOKENS)
     assert configured.status_of("sleepy") == "loaded"
-    before = time.monotonic()
     until(lambda: configured.status_of("sleepy") == "unloaded", "it sleeps")
     assert time.monotonic() - before > 0.5 and configured.status_of("keep") == "loaded"
     again = configured.complete("sleepy", [*TOKENS, *first["tokens"], *MORE])

@@ -154,7 +154,7 @@ def test_an_engine_says_what_it_is_and_how_fast_it_reads(tmp_path):
         assert about.fingerprint == core.settings.fingerprint(core.model.fingerprint, core.model.rope_limit)
         assert about.ways[0].context == core.context.options and about.ways[0].model == core.model.options
         assert about.seconds_per_token == pytest.approx(speed, rel=0.11)
-        assert speed == pytest.approx(sum(steps) / len(steps), rel=0.25), "measured, and no guess among it"
+        assert min(steps) / 2 <= speed <= 2 * max(steps), "measured, and no guess among it"
     with kept_core(tmp_path, n_threads=2) as core:
         assert core.speed.seconds_per_token == about.seconds_per_token, "it need not be measured again"
     assert [way.context.n_threads for way in read_about(place).ways] == [2, 1]

@@ -215,7 +215,7 @@ def test_a_directory_that_another_engine_holds_is_left_alone(tmp_path):
 
 
 def idle_until(core: Core, condition) -> None:
-    for _ in range(400):
+    for _ in range(6000):
         if condition():
             return
         assert core.nap_s is not None, "it would sleep until somebody asks"

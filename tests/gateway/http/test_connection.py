@@ -219,7 +219,7 @@ async def test_a_head_in_single_bytes_is_read_like_another() -> None:
 
 @running
 async def test_who_takes_too_long_for_a_head_is_told_and_who_says_nothing_is_not() -> None:
-    async with world(head_timeout_s=0.1) as there:
+    async with world(head_timeout_s=0.5) as there:
         answer = await said_to(there.port, HEAD + b"X-Slow: ")
         assert status_of(answer) == 408 and there.asked == []
         assert await said_to(there.port, b"") == b""
@@ -464,7 +464,7 @@ async def test_who_reads_nothing_is_cut_off_and_little_was_kept_for_him() -> Non
 
 @running
 async def test_who_reads_slowly_is_not_cut_off() -> None:
-    async with world(client_timeout_s=0.5) as there:
+    async with world(client_timeout_s=0.9) as there:
         reader, writer = await asyncio.open_connection("127.0.0.1", there.port, limit=1 << 14)
         writer.write(b"GET /endless HTTP/1.1\r\nHost: x\r\n\r\n")
         for _ in range(20):

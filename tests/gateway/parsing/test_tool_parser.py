@@ -456,10 +456,10 @@ def test_the_fuzz_reaches_complete_and_broken_calls(format):
     ],
 )
 def test_long_nonsense_takes_linear_time(format, reply):
-    begun = time.perf_counter()
+    begun = time.thread_time()
     check(parsed(format, [reply]), reply)
     check(parsed(format, cut(reply, [8] * (len(reply) // 8))), reply)
-    assert time.perf_counter() - begun < 5
+    assert time.thread_time() - begun < 5
 
 
 # detection and schemas

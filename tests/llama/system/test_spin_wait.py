@@ -23,8 +23,8 @@ def test_one_busy_look_is_enough_and_calm_takes_a_while():
     assert seen == [False, False, True, True, True, True, True, True, False, False]
 
 
-def _tasks() -> int:
-    return len(os.listdir("/proc/self/task"))
+def _tasks() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
 def _until(condition) -> bool:
@@ -41,9 +41,9 @@ def test_the_second_team_comes_once_and_goes():
     team.start()
     team.start()
     n_team = (os.cpu_count() or 1) + 1
-    assert _until(lambda: _tasks() == before + n_team)
+    assert _until(lambda: len(_tasks() - before) == n_team)
     team.stop()
-    assert _until(lambda: _tasks() == before)
+    assert _until(lambda: _tasks() <= before)
 
 
 @linux
