@@ -176,6 +176,14 @@ def rows(n: int) -> np.ndarray:
     return np.arange(1, n * WIDTH + 1, dtype=np.float32).reshape(n, WIDTH)
 
 
+@pytest.mark.parametrize("n_blocks", [0, 1, 2])
+def test_only_a_head_of_one_block_is_used(monkeypatch, n_blocks):
+    """libllama aborts on others."""
+    with Model(EMBEDDED) as model:
+        monkeypatch.setattr(model.lib, "model_n_layer_nextn", lambda _ptr: n_blocks, raising=False)
+        assert model._has_usable_head() is (n_blocks == 1)
+
+
 def test_tokens_wait_with_the_row_before_them():
     track = extended(cold(0, WIDTH), 0, TEXT[:3], rows(3))
     assert track.tokens.tolist() == TEXT[:3].tolist() and not track.rows[0].any()

@@ -205,10 +205,13 @@ WAYS: dict[MemoryKind, tuple[Way, ...]] = {
 
 KINDS = {
     "qwen35": MemoryKind.HYBRID,
+    "qwen35moe": MemoryKind.HYBRID,
+    "qwen3next": MemoryKind.HYBRID,
     "jamba": MemoryKind.HYBRID,
     "falcon-h1": MemoryKind.HYBRID,
     "granitehybrid": MemoryKind.HYBRID,
     "nemotron_h": MemoryKind.HYBRID,
+    "nemotron_h_moe": MemoryKind.HYBRID,
     "lfm2": MemoryKind.HYBRID,
     "mamba2": MemoryKind.RECURRENT,
     "gemma3": MemoryKind.WINDOW,

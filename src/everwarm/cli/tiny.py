@@ -47,7 +47,7 @@ def tiny(
     audio
         Also write a projector for sounds; with ``vision`` one file does both.
     mtp
-        Add an MTP head, which guesses the token after the next one (qwen35).
+        Add an MTP head, which guesses the token after the next one (qwen35, qwen35moe, qwen3next, nemotron_h_moe).
     """
     sized = TinySpec(arch=arch, n_layers=layers, width=width, n_vocab=vocab, seed=seed, dtype=dtype)
     spec = replace(sized, vision=vision, audio=audio, mtp=mtp)

@@ -27,6 +27,7 @@ HEAD_ARCHITECTURES = (
     "qwen35",
     "qwen35moe",
     "qwen3next",
+    "nemotron_h_moe",
 )  # whose heads are one block of attention beside a hybrid memory
 
 
@@ -179,9 +180,9 @@ class Model(Closing):
         return MemoryKind.WINDOW if self.n_swa > 0 else MemoryKind.ATTENTION
 
     def _has_usable_head(self) -> bool:
-        """libllama may abort on the head of an architecture that it has no graph for."""
+        """libllama aborts on the head of an architecture that it has no graph for, and on a head of several blocks."""
         is_known = self.metadata("general.architecture") in HEAD_ARCHITECTURES
-        return is_known and int(self.lib.model_n_layer_nextn(self.ptr)) > 0
+        return is_known and int(self.lib.model_n_layer_nextn(self.ptr)) == 1
 
     @functools.cached_property
     def description(self) -> str:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import Sampling
+from everwarm.demo.tiny.plans import WITH_HEADS
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish
 from everwarm.engine.speculation import pacing
@@ -165,10 +166,10 @@ def test_a_model_without_a_head_cannot_be_told_to_use_it():
         assert core.speculator.computing is None and core.speculator.is_on
 
 
-@pytest.mark.parametrize("state_type", ["f32", "q8_0"])
-def test_a_head_that_guesses_at_random_changes_nothing(state_type):
+@pytest.mark.parametrize(("arch", "state_type"), [("qwen35", "q8_0"), *((arch, "f32") for arch in WITH_HEADS)])
+def test_a_head_that_guesses_at_random_changes_nothing(arch, state_type):
     """Nearly every draft is taken back."""
-    path, prompt = tiny_model("qwen35", mtp=True, n_layers=16), text(1, 60)
+    path, prompt = tiny_model(arch, mtp=True, n_layers=16), text(1, 60)
     replies = []
     for speculate in ("off", "auto"):
         with drafting_core(path=path, n_slots=1, speculate=speculate, state_type=state_type) as core:

@@ -14,15 +14,20 @@ from everwarm.demo.tiny.vocab import IMAGE_MARKERS, N_BASE_TOKENS
 
 ARCHITECTURES: tuple[str, ...] = (
     "qwen35",
+    "qwen35moe",
+    "qwen3next",
     "jamba",
     "falcon-h1",
     "granitehybrid",
     "nemotron_h",
+    "nemotron_h_moe",
     "lfm2",
     "mamba2",
     "gemma3",
     "llama",
 )
+
+WITH_HEADS = ("qwen35", "qwen35moe", "qwen3next", "nemotron_h_moe")  # that `mtp` can be given to
 
 DType = Literal["f32", "q8_0"]
 
@@ -36,6 +41,8 @@ SLIDING_WINDOW = 64
 _RMS_EPSILON = 1e-6
 _MAMBA1_STATE = 16  # the sizes that the CUDA scan kernels know, so that nothing falls back to the CPU
 _MAMBA2_STATE = 128
+_N_EXPERTS = 4  # of which each token uses two
+_N_EXPERTS_USED = 2
 _OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 
 
@@ -71,8 +78,8 @@ class TinySpec:
             raise ValueError(f"no projector is known for {self.arch}; known: {', '.join(IMAGE_MARKERS)}")
         if self.long_rope is not None and (self.arch != "llama" or self.long_rope < 1):
             raise ValueError(f"long_rope is {self.long_rope} for {self.arch}; only llama can have it, from 1 on")
-        if self.mtp and self.arch != "qwen35":
-            raise ValueError(f"no MTP head is known for {self.arch}; only qwen35 can have one")
+        if self.mtp and self.arch not in WITH_HEADS:
+            raise ValueError(f"no MTP head is known for {self.arch}; known: {', '.join(WITH_HEADS)}")
         if self.n_vocab is not None and self.n_vocab < self._n_named_tokens:
             wanted = f"at least {self._n_named_tokens} (the base tokens), or None for exactly those"
             raise ValueError(f"n_vocab is {self.n_vocab}; it must be {wanted}")
@@ -108,6 +115,7 @@ Kind = Literal[
     "output",
     "matrix",
     "small_matrix",
+    "experts",
     "norm",
     "conv",
     "half_conv",
@@ -223,6 +231,38 @@ def _plain_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
     )
 
 
+def _expert_hyper(s: _Sizes) -> Hyper:
+    return {
+        "expert_count": _N_EXPERTS,
+        "expert_used_count": _N_EXPERTS_USED,
+        "expert_feed_forward_length": s.feed_forward // 4,
+        "expert_shared_feed_forward_length": s.feed_forward // 4,
+    }
+
+
+def _expert_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    """A few experts, chosen for each token, and one that all tokens share; not gated."""
+    n = s.feed_forward // 4
+    return _layer(
+        i,
+        ("ffn_gate_inp.weight", (s.width, _N_EXPERTS), "small_matrix"),
+        ("ffn_up_exps.weight", (s.width, n, _N_EXPERTS), "experts"),
+        ("ffn_down_exps.weight", (n, s.width, _N_EXPERTS), "experts"),
+        ("ffn_up_shexp.weight", (s.width, n), "matrix"),
+        ("ffn_down_shexp.weight", (n, s.width), "matrix"),
+    )
+
+
+def _gated_expert_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+    n = s.feed_forward // 4
+    return _expert_feed_forward(i, s) + _layer(
+        i,
+        ("ffn_gate_exps.weight", (s.width, n, _N_EXPERTS), "experts"),
+        ("ffn_gate_shexp.weight", (s.width, n), "matrix"),
+        ("ffn_gate_inp_shexp.weight", (s.width,), "bias"),
+    )
+
+
 def _mamba2_hyper(s: _Sizes, n_groups: int) -> Hyper:
     return {
         "ssm.conv_kernel": CONV_KERNEL,
@@ -281,8 +321,12 @@ def _mamba1(i: int, s: _Sizes) -> tuple[Tensor, ...]:
     )
 
 
-def _delta_net(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+def _delta_net(i: int, s: _Sizes, *, joined: bool = False) -> tuple[Tensor, ...]:
+    """``joined``: beta and alpha are one matrix."""
     n_values, n_keys = _delta_heads(s)
+    rates: tuple[tuple[str, tuple[int, ...], Kind], ...] = (("ssm_ba.weight", (s.width, 2 * n_values), "matrix"),)
+    if not joined:
+        rates = tuple((f"{name}.weight", (s.width, n_values), "matrix") for name in ("ssm_beta", "ssm_alpha"))
     n_conv = 2 * n_keys * s.head + s.inner
     return _layer(
         i,
@@ -291,8 +335,7 @@ def _delta_net(i: int, s: _Sizes) -> tuple[Tensor, ...]:
         ("ssm_conv1d.weight", (CONV_KERNEL, n_conv), "conv"),
         ("ssm_dt.bias", (n_values,), "step_bias"),
         ("ssm_a", (n_values,), "decay"),
-        ("ssm_beta.weight", (s.width, n_values), "matrix"),
-        ("ssm_alpha.weight", (s.width, n_values), "matrix"),
+        *rates,
         ("ssm_norm.weight", (s.head,), "norm"),
         ("ssm_out.weight", (s.inner, s.width), "matrix"),
     )
@@ -314,8 +357,11 @@ def _kv_heads_by_layer(n_layers: int, s: _Sizes) -> tuple[int, ...]:
 
 
 def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+    """Three layers in four are Gated DeltaNets. The dense one, the one with experts, and Qwen3-Next, which has experts,
+    joins two matrices and rotates by plain positions."""
     n_rotated, (n_values, n_keys) = s.head // 4, _delta_heads(s)
     half = n_rotated // 2
+    is_next, is_dense = spec.arch == "qwen3next", spec.arch == "qwen35"
     hyper: Hyper = _attention_hyper(s, s.n_kv_heads) | {
         "feed_forward_length": s.feed_forward,
         "rope.dimension_count": n_rotated,
@@ -328,11 +374,16 @@ def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
         "ssm.group_count": n_keys,
         "full_attention_interval": 4,
     }
+    if is_next:
+        del hyper["rope.dimension_sections"]
+    if not is_dense:
+        hyper |= _expert_hyper(s)
+    feed_forward = _gated_feed_forward if is_dense else _gated_expert_feed_forward
 
     def block(i: int, *, attends: bool) -> _Block:
-        outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight") + _gated_feed_forward(i, s)
+        outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight") + feed_forward(i, s)
         if not attends:
-            return _Block(outer + _delta_net(i, s), recurs=True)
+            return _Block(outer + _delta_net(i, s, joined=is_next), recurs=True)
         return _Block(outer + _attention(i, s, query_factor=2) + _query_key_norms(i, s), attends=True)
 
     blocks = [block(i, attends=(i + 1) % 4 == 0) for i in range(spec.n_layers)]
@@ -388,20 +439,35 @@ def _falcon_h1(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
 
 
 def _nemotron_h(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    """Every layer is one thing only: in each four, a recurrence, a feed-forward, an attention, a recurrence."""
-    feed_forward = tuple(s.feed_forward if i % 4 == 1 else 0 for i in range(spec.n_layers))
-    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba2_hyper(s, n_groups=2)
+    """Every layer is one thing only: in each four, a recurrence, a feed-forward, an attention, a recurrence. With experts,
+    a head attends and has experts of its own."""
+    n_head = int(spec.mtp)
+    has_experts = spec.arch == "nemotron_h_moe"
+    feed_forward = tuple(s.feed_forward if i % 4 == 1 else 0 for i in range(spec.n_layers)) + (0,) * n_head
+    kv_heads = _kv_heads_by_layer(spec.n_layers, s) + (s.n_kv_heads,) * n_head
+    hyper = _attention_hyper(s, kv_heads) | _mamba2_hyper(s, n_groups=2)
     hyper |= {"feed_forward_length": feed_forward, "attention.layer_norm_epsilon": _RMS_EPSILON}
+    if has_experts:
+        hyper |= _expert_hyper(s) | {"expert_shared_count": 1}
+
+    def experts(i: int) -> tuple[Tensor, ...]:
+        return _expert_feed_forward(i, s) + _layer(i, ("exp_probs_b.bias", (_N_EXPERTS,), "bias"))
 
     def block(i: int) -> _Block:
         norm = _norms(i, s, "attn_norm.weight")
         if feed_forward[i]:
-            return _Block(norm + _plain_feed_forward(i, s))
+            return _Block(norm + (experts(i) if has_experts else _plain_feed_forward(i, s)))
         if _mid_period(i):
             return _Block(norm + _attention(i, s), attends=True)
         return _Block(norm + _mamba2(i, s, n_groups=2), recurs=True)
 
-    return hyper, [block(i) for i in range(spec.n_layers)]
+    blocks = [block(i) for i in range(spec.n_layers)]
+    if not spec.mtp:
+        return hyper, blocks
+    i = spec.n_layers
+    outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight")
+    head = outer + _attention(i, s) + experts(i) + mtp_tensors(i, s.width)
+    return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head)]
 
 
 def _lfm2(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
@@ -461,10 +527,13 @@ def _llama(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
 
 _PLANNERS: dict[str, Callable[[TinySpec, _Sizes], tuple[Hyper, list[_Block]]]] = {
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35,
+    "qwen3next": _qwen35,
     "jamba": _jamba,
     "falcon-h1": _falcon_h1,
     "granitehybrid": _granitehybrid,
     "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "lfm2": _lfm2,
     "mamba2": _mamba2_only,
     "gemma3": _gemma3,

@@ -33,8 +33,8 @@ _STEPS_PER_DEVIATION = 73.6  # standard deviation of a uniform draw from -127..1
 # Output rows of unused tokens are small, so that the most likely next token is always a real one.
 _UNUSED_ROW_FACTOR = 0.25
 
-_MATRICES: frozenset[Kind] = frozenset({"embedding", "output", "matrix", "small_matrix"})
-_QUANTISED: frozenset[Kind] = frozenset({"embedding", "output", "matrix"})
+_MATRICES: frozenset[Kind] = frozenset({"embedding", "output", "matrix", "small_matrix", "experts"})
+_QUANTISED: frozenset[Kind] = frozenset({"embedding", "output", "matrix", "experts"})
 # The recurrent layers forget at a rate of softplus(step) * decay per token: time constants of about 10 to 1000 tokens.
 _RANGES: dict[Kind, tuple[float, float]] = {
     "norm": (0.8, 1.2),
@@ -98,8 +98,10 @@ def _draw_rows(rng: np.random.Generator, tensor: Tensor) -> Iterator[tuple[Chunk
 
 
 def _deviation(tensor: Tensor) -> float:
-    """Embeddings are unit-sized, and matrices keep a unit-sized input unit-sized."""
-    return 1.0 if tensor.kind == "embedding" else float(prod(tensor.shape[:-1]) ** -0.5)
+    """Embeddings are unit-sized, and matrices keep a unit-sized input unit-sized. Experts are one matrix each."""
+    if tensor.kind == "embedding":
+        return 1.0
+    return float((tensor.shape[0] if tensor.kind == "experts" else prod(tensor.shape[:-1])) ** -0.5)
 
 
 def _as_f32(steps: Chunk, scales: Chunk) -> Chunk:
