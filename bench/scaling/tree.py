@@ -9,7 +9,7 @@ import numpy as np
 from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import N_LEAST, Hand, Scales, weigh
+from everwarm.state.eviction import N_LEAST, Hand, WeighingFacts, weigh
 from everwarm.state.policy import CutKind, EvictionChoice, choose
 from everwarm.state.returns import MAX_VISITS, Continuation, Returns
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
@@ -71,8 +71,8 @@ def _sweep_s(tree: Tree, returns: Returns) -> float:
     def sweep() -> EvictionChoice:
         part = hand.part()
         expected = returns.expected([], anywhere=False, among=part.among)
-        scales = Scales(time.monotonic(), 1e-3, True, True, frozenset(), expected, returns.worth_unvisited)
-        entries = weigh(part.nodes, scales)
+        facts = WeighingFacts(time.monotonic(), 1e-3, True, True, frozenset(), expected, returns.worth_unvisited)
+        entries = weigh(part.nodes, facts)
         choice = choose(entries, part.share(to_free, entries), N_LEAST)
         hand.note_least(part.nodes[key // 2] for key in choice.next_keys)
         return choice

@@ -63,7 +63,7 @@ def test_a_model_file_overwritten_in_place_is_served_anew_and_nothing_is_mixed_u
         second, n_cached = said(server, PROMPT)
         assert n_cached == 0 and second == said(server, PROMPT, cache_prompt=False)[0] != first
         assert restarts(server) == 1 and "live.gguf was changed" in server.get("/ready").json["last_restart"]
-        assert "live.gguf was changed while it was in use: the engine is started again" in server.log
+        assert "live.gguf was changed while it was in use: the engine is restarted with the new file" in server.log
         until(lambda: n_written(server) > 0, "the new file's turn is on disk, too")
         overwrite(live, OLD)
         until(lambda: restarts(server) == 2, "the engine notices by itself, with nobody asking")
