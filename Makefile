@@ -50,7 +50,7 @@ check: $(STAMP) ## what a reviewer should not have to say: style, types, structu
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest tests/structure
 
-# Three on two cores, because tests of servers wait a lot; in the order of folders, because the longest files have few tests.
+# Three on two cores, because tests of servers wait a lot; in the order that tests/conftest.py says, because the longest files have few tests.
 # Compiled modules are kept, also where the environment says otherwise: every worker imports every test, and every engine is a new process.
 test: export PYTHONDONTWRITEBYTECODE :=
 PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder

@@ -21,6 +21,28 @@ settings.load_profile("untimed")
 
 OpenTiny = Callable[..., Model]
 
+LONGEST = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "simulate/test_memory_traces",
+        "page/test_page",
+        "router/supervise/test_supervisor",
+        "engine/tiers/test_beyond_ram",
+        "serving/test_hostile_blobs",
+        "engine/cache/test_compaction",
+        "page/test_looks",
+        "cli/test_cli",
+        "serving/test_router_errors",
+        "page/test_conversations",
+        "serving/test_router",
+    )
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers take one file after the other in this order: the longest come first, so that none of them is the last."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
 
 def pytest_collection_finish() -> None:
     """Thousands of collected tests live to the end: no collection of garbage looks at them again."""

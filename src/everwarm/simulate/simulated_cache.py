@@ -362,7 +362,9 @@ class SimulatedCache:
             if can_go and not self._unsaved(node, node):
                 return self._unpark(node)
         for node in () if kind in (CutKind.GUESS, CutKind.END) else self._device.parked_by_use():
-            if all(n.segment is not None or id(n) in self._device.passed(but=node) for n in node.lineage()):
+            unsaved = [n for n in node.lineage() if n.segment is None]
+            elsewhere = self._device.passed(but=node) if unsaved else {}
+            if all(id(n) in elsewhere for n in unsaved):
                 spare = spares.index(node)
                 self._move_out(node)
                 return spare

@@ -64,7 +64,12 @@ class SimulatedDevice:
 
     def passed(self, *, but: SimulatedSlot | Node | None = None) -> dict[int, Node]:
         """The nodes whose KV the device holds, by their Python ids."""
-        return {id(node): node for end in self.ends(but=but) for node in end.lineage()}
+        found: dict[int, Node] = {}
+        for node in self.ends(but=but):
+            while node.parent is not None and id(node) not in found:
+                found[id(node)] = node
+                node = node.parent
+        return found
 
     def n_common(self, prompt: Prompt) -> int:
         """How many items of a prompt have their KV here."""
