@@ -220,7 +220,7 @@ def test_special_tokens_are_recognised_when_asked_for_and_think_always(byte_mode
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"arch": "gpt9"}, "gpt9.*known: qwen35, jamba"),
+        ({"arch": "gpt9"}, "gpt9.*known: qwen35, qwen35moe"),
         ({"n_layers": 3}, "n_layers is 3.*between 4 and 512 for qwen35"),
         ({"arch": "llama", "n_layers": 0}, "n_layers is 0.*between 1 and 512 for llama"),
         ({"n_layers": 513}, "n_layers is 513"),
