@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions
+from everwarm.demo.tiny.plans import WITH_HEADS
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context, Feed
 from everwarm.llama.model import Model
@@ -20,11 +21,17 @@ TEXT = np.random.default_rng(3).integers(0, 2000, 96).astype(np.int32)
 
 
 @pytest.fixture
-def context():
+def context(request):
+    """Of the embedded model, or of a tiny one with a head and random weights."""
+    arch = getattr(request, "param", None)
     options = ContextOptions(n_ctx=512, n_batch=64, n_ubatch=64, n_seq_max=4, n_threads=1)
-    with Model(EMBEDDED, head_from=0) as model, Context(model, options) as opened:
+    path = EMBEDDED if arch is None else tiny_model(arch, mtp=True)
+    with Model(path, head_from=0) as model, Context(model, options) as opened:
         yield opened
         opened.check()
+
+
+of_all_heads = pytest.mark.parametrize("context", [None, *WITH_HEADS], indirect=True)
 
 
 def read(context: Context, seq: SeqId, tokens: np.ndarray, n_chunk: int = 40) -> None:
@@ -55,6 +62,7 @@ def test_guesses_are_what_the_model_says_next(context):
     assert found == written
 
 
+@of_all_heads
 def test_sequences_guess_together_as_each_alone(context):
     story, other = tokens_of_model(context.model, STORY), tokens_of_model(context.model, "Hello!")
     last, alone = {}, {}
@@ -65,6 +73,7 @@ def test_sequences_guess_together_as_each_alone(context):
     assert context.draft([(A, last[A], 3), (B, last[B], 2)]) == {A: alone[A], B: alone[B][:2]}
 
 
+@of_all_heads
 def test_a_second_name_and_a_shared_beginning_know_the_same(context):
     read(context, A, tokens_of_model(context.model, STORY))
     expected = guesses(context, A)

@@ -29,6 +29,7 @@ HEAD_ARCHITECTURES = (
     "qwen3next",
     "nemotron_h_moe",
 )  # whose heads are one block of attention beside a hybrid memory
+HEADS_THAT_CHOOSE_ROWS = ("qwen3next",)  # whose graph gives hidden rows of the tokens with logits alone
 
 
 def rope_limit_of(path: Path) -> int | None:
@@ -183,6 +184,10 @@ class Model(Closing):
         """libllama aborts on the head of an architecture that it has no graph for, and on a head of several blocks."""
         is_known = self.metadata("general.architecture") in HEAD_ARCHITECTURES
         return is_known and int(self.lib.model_n_layer_nextn(self.ptr)) == 1
+
+    @property
+    def head_chooses_rows(self) -> bool:
+        return self.metadata("general.architecture") in HEADS_THAT_CHOOSE_ROWS
 
     @functools.cached_property
     def description(self) -> str:

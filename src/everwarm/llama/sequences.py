@@ -57,7 +57,8 @@ class Sequences(Closing):
         except ContextTooBig as error:
             log.warning("the MTP head of %s is not used: %s", self.model.path.name, error)
             return None
-        return Head(self._lib, ptr, self._ptr, n_seqs, self.n_batch, self.model.vocab.n_tokens)
+        rows = self.model.head_chooses_rows
+        return Head(self._lib, ptr, self._ptr, n_seqs, self.n_batch, self.model.vocab.n_tokens, chooses_rows=rows)
 
     # questions
 

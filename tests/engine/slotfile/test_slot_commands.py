@@ -61,6 +61,11 @@ class Serving:
         self.start(action, path, slot)
         return self.answer()
 
+    def restore_until(self, gate: Gate, path: Path, slot: int = 0) -> None:
+        """Restores a slot; the rest of its file is about to be read."""
+        assert isinstance(self.act("restore", path, slot), m.Answer)
+        assert gate.reached.wait(60)
+
     def run(self, tokens: list[int], n: int = 4, **more):
         return self.engine.submit(tokens, GREEDY, max_tokens=n, ignore_eos=True, **more).result()
 
@@ -124,8 +129,7 @@ def test_a_request_that_needs_the_rest_waits_for_it(path, monkeypatch, waits):
     if not waits:
         monkeypatch.setattr(Arriving, "best_for", lambda *_, **__: None)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
         if not waits:
             assert stream.result().n_cached == 0, "this test could not fail"
@@ -138,8 +142,7 @@ def test_a_request_that_needs_the_rest_waits_for_it(path, monkeypatch, waits):
 def test_what_is_erased_meanwhile_does_not_come_back(path, monkeypatch):
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         assert server.act("erase", path).data["n_erased"] > 0
         gate.is_open.set()
         server.settle()
@@ -152,8 +155,7 @@ def test_what_is_dropped_meanwhile_does_not_come_back(path, monkeypatch, namespa
     """The control drops another namespace."""
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         server.engine.call(lambda core: core.forget_ahead(namespace))
         gate.is_open.set()
         server.settle()
@@ -163,8 +165,7 @@ def test_what_is_dropped_meanwhile_does_not_come_back(path, monkeypatch, namespa
 def test_a_second_save_has_all_of_it(path, tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         server.start("save", tmp_path / "b.bin")
         gate.is_open.set()
         assert isinstance(server.answer(), m.Answer)
@@ -177,8 +178,7 @@ def test_a_second_save_has_all_of_it(path, tmp_path, monkeypatch):
 def test_a_file_that_goes_away_meanwhile_is_read_all_the_same(path, monkeypatch, how):
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         for file in list(path.parent.iterdir()):
             file.unlink()
             if how == "replaced":
@@ -218,8 +218,7 @@ def test_what_is_damaged_costs_only_what_it_is(path, how):
 def test_an_engine_can_stop_meanwhile(path, monkeypatch):
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         files = server.files._files
     gate.is_open.set()
     files.submit(lambda: None).result(60)
@@ -255,8 +254,7 @@ def test_an_erased_slot_holds_up_nobody_who_waits_for_the_rest_of_its_file(path,
     expected = golden([*HISTORY[:OLD], *NEW])
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
         until(lambda: server.engine.call(lambda core: core.admission.is_waiting_for_disk), "it waits for the file")
         assert server.act("erase", path).data["n_erased"] > 0
@@ -274,8 +272,7 @@ def test_erasing_another_conversation_leaves_the_rest_of_a_file_alone(path, monk
     gate = Gate(monkeypatch)
     with serving() as server:
         server.run([*HISTORY[:50], *text(9, 60)])
-        server.act("restore", path, slot=1)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path, slot=1)
         assert server.act("erase", path).data["n_erased"] > 0
         gate.is_open.set()
         server.settle()
@@ -287,8 +284,7 @@ def test_who_waits_for_a_damaged_checkpoint_gets_the_one_before_it(path, monkeyp
     expected = golden([*HISTORY[:OLD], *NEW])
     gate = Gate(monkeypatch)
     with serving() as server:
-        server.act("restore", path)
-        assert gate.reached.wait(60)
+        server.restore_until(gate, path)
         stream = server.engine.submit([*HISTORY[:OLD], *NEW], GREEDY, max_tokens=8, ignore_eos=True)
         until(lambda: server.engine.call(lambda core: core.admission.is_waiting_for_disk), "it waits for the file")
         gate.is_open.set()

@@ -134,8 +134,11 @@ def passed(track: Track, n: int) -> Track:
 
 
 class Head(Closing):
-    def __init__(self, lib: Lib, ptr: int, target: int, n_seqs: int, n_batch: int, n_vocab: int) -> None:
-        """``ptr``: an MTP context of its own; ``target``: the model's."""
+    def __init__(
+        self, lib: Lib, ptr: int, target: int, n_seqs: int, n_batch: int, n_vocab: int, *, chooses_rows: bool
+    ) -> None:
+        """``ptr``: an MTP context of its own; ``target``: the model's. ``chooses_rows``: its graph gives hidden rows only
+        of tokens with logits; libllama aborts where it is told otherwise."""
         self._lib = lib
         self._ptr: int | None = ptr
         self._target = target
@@ -144,7 +147,7 @@ class Head(Closing):
         self._n_vocab = n_vocab
         self._n_batch = n_batch
         self._scratch = n_seqs - 1
-        lib.set_embeddings_nextn(ptr, True, False)  # of all tokens: its graph does not choose rows
+        lib.set_embeddings_nextn(ptr, True, chooses_rows)
         self._is_listening = False
         self._n_unwanted = 0  # decodes in a row
         self._empty = cold(0, self._width)
