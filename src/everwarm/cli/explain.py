@@ -26,7 +26,7 @@ from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.client import Client
 from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file, source_of
 from everwarm.gateway.explain.prompt_diff import Difference
-from everwarm.gateway.rewrite.rules_file import read_rules
+from everwarm.gateway.rewrite.rules import read_rules
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
 from everwarm.router.catalog.gguf_header import read_header

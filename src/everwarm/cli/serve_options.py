@@ -30,7 +30,7 @@ from everwarm.config import (
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, Speculate, StoreSettings
 from everwarm.gateway.access.auth import MAX_FILE_BYTES, read_key_file
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
-from everwarm.gateway.rewrite.rules_file import read_rules
+from everwarm.gateway.rewrite.rules import read_rules
 from everwarm.gateway.settings import ServerSettings
 from everwarm.logs import LogFormat, LogLevel
 from everwarm.router.catalog.catalog import MAX_TEMPLATE_BYTES, Catalog

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.rewrite.rules import parse_rules, rewritten
-from everwarm.gateway.rewrite.rules_file import read_rules
+from everwarm.gateway.rewrite.rules import parse_rules, read_rules, rewritten
 
 RULES = parse_rules("""
 [[rule]]

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from everwarm.gateway.chat.canonicalize import canonical
+from everwarm.gateway.rewrite.rules import canonical
 from everwarm.types import Json
 
 MAX_BOUNDARIES = 256  # of one request; of more, the first and the last ones are kept

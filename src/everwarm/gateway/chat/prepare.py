@@ -14,12 +14,11 @@ from typing import Any
 
 from everwarm.engine.process.messages import CutHints
 from everwarm.errors import BadRequest
-from everwarm.gateway.chat.canonicalize import canonical
 from everwarm.gateway.chat.chat_template import ChatTemplate, Continues, in_known_roles
 from everwarm.gateway.chat.content import MARKER_PART, breakpoint_in
 from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.rewrite.rules import Rewritten, Rules, rewritten
+from everwarm.gateway.rewrite.rules import Rewritten, Rules, canonical, rewritten
 from everwarm.types import Json
 
 ImageMarker = Callable[[Json], str]  # the text that stands for an image or a sound, given its content part

@@ -1,5 +1,5 @@
-"""Lines of system text that a client changes without need: learned, reported, and changed by rules of the operator.
+"""Lines of system text that a client changes without need: left out, learned and reported, and changed by rules.
 
-``volatile_lines`` says which lines of two texts differ, and counts them for each namespace. ``rules`` applies the
-rules of ``--rewrite`` to messages (pure), and ``rules_file`` reads them. Without a file of rules nothing is changed.
+``rules`` leaves out known noise, and reads the rules of ``--rewrite`` and applies them to messages. ``volatile_lines`` says
+which lines of two texts differ, and counts them for each namespace. Without a file of rules only noise is left out.
 """

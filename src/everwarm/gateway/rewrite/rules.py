@@ -1,11 +1,15 @@
-"""Rules of ``--rewrite FILE``: what to do with lines of system text that differ from request to request.
+"""Lines of system text that differ from request to request: known noise is left out; rules of ``--rewrite FILE`` do more.
+
+Noise are lines that clients put at the head of a system text for other servers; each makes every prompt a new one. It is
+matched by anchored patterns with a name, and only whole lines at the head of a text or of one of its parts are removed.
 
     [[rule]]
     name = "date"                     # shown in answers
     match = "Today's date: .*"        # a regular expression for a whole line
     action = "end"                    # end: moved behind the last message · drop: left out · freeze: always ``value``
 
-Pure: text and messages in, rules and messages out. Changes whole lines of system text only, and says which rules did.
+Messages in, messages and the names of the rules that changed them out. Never looks at messages of users, tools or models.
+Only ``read_rules`` opens a file.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +26,7 @@ import msgspec
 from everwarm.errors import BadRequest
 from everwarm.types import Json
 
+MAX_FILE_BYTES = 1 << 20
 MAX_RULES, MAX_PATTERN, MAX_LINE = 64, 500, 4096
 SYSTEM_ROLES = ("system", "developer")
 
@@ -59,6 +65,20 @@ def parse_rules(text: str) -> Rules:
     for rule in given:
         _check(rule)
     return tuple(given)
+
+
+def read_rules(path: Path) -> Rules:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise BadRequest(f"--rewrite: {path} cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise BadRequest(f"--rewrite: {path} has more than {MAX_FILE_BYTES >> 10} KiB")
+    try:
+        return parse_rules(data.decode())
+    except (BadRequest, UnicodeDecodeError) as error:
+        raise BadRequest(f"--rewrite: {path}: {error}") from None
 
 
 def _check(given: Rule) -> None:
@@ -133,3 +153,57 @@ def _extended(message: Json, lines: Sequence[str]) -> Json:
     if isinstance(content, list):
         return {**message, "content": [*content, {"type": "text", "text": more}]}
     return {**message, "content": (content or "") + more}
+
+
+# noise
+
+# The name of a kind of noise, and what must match a whole line, without its end.
+NOISE_PATTERNS = {
+    "attribution": re.compile(r"x-anthropic-billing-header:[^\n]*"),  # Claude Code: version, entry point, checksum
+    "checksum": re.compile(r"cch=[0-9A-Za-z]{3,64};?[ \t\r]*"),  # the checksum on a line of its own
+}
+
+
+def canonical(messages: Sequence[Json]) -> Rewritten:
+    """Messages without noise, and the rule by which each line was removed."""
+    kept, removed = [], []
+    for message in messages:
+        cleaned, names = _cleaned(message) if message.get("role") in SYSTEM_ROLES else (message, [])
+        removed += names
+        if cleaned is not None:
+            kept.append(cleaned)
+    return Rewritten(kept, tuple(removed))
+
+
+def without_noise(text: str) -> tuple[str, list[str]]:
+    """The text from its first line that is no noise, and the rules that removed the lines before it."""
+    names, at = [], 0
+    while at < len(text):
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        rule = next((name for name, line in NOISE_PATTERNS.items() if line.fullmatch(text, at, end)), None)
+        if rule is None:
+            break
+        names.append(rule)
+        at = end + 1
+    return text[at:], names
+
+
+def _cleaned(message: Json) -> tuple[Json | None, list[str]]:
+    """None if it was only noise."""
+    content = message.get("content")
+    if isinstance(content, str):
+        text, names = without_noise(content)
+        return ({**message, "content": text} if text or not names else None), names
+    if not isinstance(content, list):
+        return message, []
+    parts, removed = [], []
+    for part in content:
+        content_text = part.get("text") if isinstance(part, dict) else part
+        text, names = without_noise(content_text) if isinstance(content_text, str) else ("", [])
+        removed += names
+        if not names:
+            parts.append(part)
+        elif text:
+            parts.append({**part, "text": text} if isinstance(part, dict) else text)
+    return ({**message, "content": parts} if parts or not removed else None), removed

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everwarm.gateway.chat.canonicalize import RULES, canonical, without_noise
+from everwarm.gateway.rewrite.rules import NOISE_PATTERNS, canonical, without_noise
 from support.server import Server, metric, serving, words
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1.37.{}; cc_entrypoint=cli; cch={};"
@@ -25,7 +25,7 @@ MESSAGES = st.lists(MESSAGE, max_size=4)
 
 
 def is_noise(line: str) -> bool:
-    return any(rule.fullmatch(line) for rule in RULES.values())
+    return any(rule.fullmatch(line) for rule in NOISE_PATTERNS.values())
 
 
 def texts(message: dict[str, Any]) -> list[str]:
