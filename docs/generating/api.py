@@ -56,7 +56,11 @@ def _bodies(handler: Any) -> Iterable[type[msgspec.Struct]]:
     known = getattr(handler, "__func__", handler).__globals__  # a method or a function
     for name in dict.fromkeys(re.findall(r"\b[A-Z]\w+\b", inspect.getsource(handler))):
         kind = known.get(name)
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind.__module__.endswith("schema"):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, msgspec.Struct)
+            and kind.__module__.endswith(("schema", "embeddings"))
+        ):
             yield kind
 
 

@@ -24,8 +24,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.gateway.client import Client
-from everwarm.gateway.explain.explain import Explained, PromptSource, explained, read_file, source_of
-from everwarm.gateway.explain.prompt_diff import Difference
+from everwarm.gateway.explain import Difference, PromptSource, explained, read_file, source_of
 from everwarm.gateway.rewrite.rules import read_rules
 from everwarm.llama.model import Model
 from everwarm.prompt.tokenizer import Tokenizer
@@ -138,32 +137,30 @@ def _spacing(path: Path, params: CheckpointParams) -> Spacing | None:
     )
 
 
-def facts(found: Explained, name: str) -> dict[str, Any]:
-    it = found.difference
-    is_same = it.n_common == it.n_first == it.n_second
+def facts(found: Difference, name: str) -> dict[str, Any]:
+    is_same = found.n_common == found.n_first == found.n_second
     return {
         "model": name,
-        "first": {"n_tokens": it.n_first, "kept": [{"at": cut.at, "kind": cut.kind.value} for cut in it.kept]},
-        "second": {"n_tokens": it.n_second, "n_cached": it.n_resume, "n_read": it.n_read},
-        "n_common": it.n_common,
-        "checkpoint": None if it.resume is None else {"at": it.resume.at, "kind": it.resume.kind.value},
-        "reason": it.reason.value,
-        "again": None if it.again is None else it.again.value,
+        "first": {"n_tokens": found.n_first, "kept": [{"at": cut.at, "kind": cut.kind.value} for cut in found.kept]},
+        "second": {"n_tokens": found.n_second, "n_cached": found.n_resume, "n_read": found.n_read},
+        "n_common": found.n_common,
+        "checkpoint": None if found.resume is None else {"at": found.resume.at, "kind": found.resume.kind.value},
+        "reason": found.reason.value,
+        "again": None if found.again is None else found.again.value,
         "diverged": None
         if is_same
-        else {"at": it.n_common, "before": found.before, "known": found.known, "given": found.given},
+        else {"at": found.n_common, "before": found.before, "known": found.known, "given": found.given},
         "hints": found.hints,
     }
 
 
-def show(console: Console, found: Explained) -> None:
-    it = found.difference
-    console.print(f"first     {it.n_first} tokens", _kept(it), sep="\n")
-    console.print(f"second    {it.n_second} tokens, of which the first {it.n_common} are the same", style="bold")
-    console.print(_continues(it))
-    console.print(_reads(it))
-    if it.again is not None and it.again is not it.reason:
-        console.print(f"          {it.n_known_read} of them were known: {it.again.value}, {it.again.words}")
+def show(console: Console, found: Difference) -> None:
+    console.print(f"first     {found.n_first} tokens", _kept(found), sep="\n")
+    console.print(f"second    {found.n_second} tokens, of which the first {found.n_common} are the same", style="bold")
+    console.print(_continues(found))
+    console.print(_reads(found))
+    if found.again is not None and found.again is not found.reason:
+        console.print(f"          {found.n_known_read} of them were known: {found.again.value}, {found.again.words}")
     if found.known or found.given:
         console.print()
         console.print("the first difference", style="bold")

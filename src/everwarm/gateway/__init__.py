@@ -3,10 +3,10 @@
 A request's way: ``http`` (socket, bounded body) → ``access`` (key, role, limits) → a dialect (``openai``,
 ``responses``, ``anthropic``, ``ollama``, ``llamaserver``: schema and routes) → ``serving`` (admission, preparation, the
 engine, the one stream loop), with ``chat`` (messages become a prompt, pure), ``constraints`` and ``images`` →
-``parsing`` (text becomes reasoning and tool calls) → the dialect's encoder → ``http.sse``. ``embeddings`` answers with
-vectors instead. ``rewrite`` changes lines of system text by the operator's rules. ``admin`` shows and steers the
-server; ``explain`` says why a prompt was read. ``app`` builds all of it from ``settings``, ``server`` runs it with
-uvicorn, ``client`` is how the command line talks to a running server, and ``sqlite_store`` is what its stores share.
+``parsing`` (text becomes reasoning and tool calls) → the dialect's encoder → ``http.sse``. ``rewrite`` changes lines
+of system text that clients change without need, ``admin`` shows and steers the server. ``embeddings`` answers with
+vectors; ``explain`` says why a prompt was read again. ``app`` builds all of it from ``settings``, ``server`` runs it
+with uvicorn, ``client`` is how the command line talks to a running server, and ``sqlite_store`` is what its stores share.
 ``response_store`` keeps responses and chat completions in SQLite, each namespace apart, and evicts the least recently
 used.
 """

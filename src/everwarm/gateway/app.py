@@ -28,7 +28,7 @@ from everwarm.gateway.admin.status import Status
 from everwarm.gateway.admin.traces import traces_to
 from everwarm.gateway.admin.web_ui import web_ui_routes
 from everwarm.gateway.anthropic.routes import Anthropic
-from everwarm.gateway.embeddings.routes import Embeddings
+from everwarm.gateway.embeddings import Embeddings
 from everwarm.gateway.http.loop_lag import LoopLag
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone

@@ -58,7 +58,7 @@ class ServerSettings:
     state_dir: str | None = None  # the folder of stored responses and remembered replies; None: in memory only
     log_format: LogFormat | None = None  # None: from the environment
     defaults: RequestDefaults = field(default_factory=RequestDefaults)
-    embd_normalize: int = 2  # how vectors are scaled: 2 euclidean, -1 not at all; see ``gateway.embeddings.encode``
+    embd_normalize: int = 2  # how vectors are scaled: 2 euclidean, -1 not at all; see ``gateway.embeddings``
     strict: bool = False  # refuse bodies with unknown fields instead of naming those in a header
     web_ui: bool = True
     allow_pull: bool = False  # whether admins may download and delete models of the Hub

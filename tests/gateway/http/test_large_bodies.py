@@ -21,7 +21,7 @@ import pytest
 from everwarm.gateway.admin.cache_plan import CachePlanner
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.anthropic.routes import Anthropic
-from everwarm.gateway.embeddings.routes import Embeddings
+from everwarm.gateway.embeddings import Embeddings
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI

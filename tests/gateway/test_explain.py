@@ -12,7 +12,7 @@ import pytest
 
 from everwarm.cli.explain import source_for
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.gateway.explain.explain import explained, read_file
+from everwarm.gateway.explain import explained, read_file
 from everwarm.state.policy import CheckpointParams
 from support.models import EMBEDDED
 from support.server import GUARD, Server, run_cli, serving, words

@@ -13,7 +13,7 @@ from everwarm.cli.explain import source_for
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.process.request_handler import _prompt_of_text
 from everwarm.gateway.anthropic.schema import CountBody, MessagesBody, chat_body, read_body
-from everwarm.gateway.explain.explain import prompt_side
+from everwarm.gateway.explain import prompt_side
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from everwarm.gateway.responses import schema as responses

@@ -15,7 +15,7 @@ import pytest
 from bench.peer import PeerOptions, llama_server
 
 from everwarm.demo import EMBEDDED_MODEL
-from everwarm.gateway.embeddings.encode import normalized
+from everwarm.gateway.embeddings import normalized
 from everwarm.llama.abi import POOLING
 from support.bert import N_CTX, TOKENS, WIDTH, write_bert
 from support.models import tiny_model
