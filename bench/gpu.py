@@ -29,7 +29,8 @@ from bench.workload import memory
 from everwarm.config import GREEDY, ContextOptions, ModelOptions
 from everwarm.engine.engine import Engine
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 

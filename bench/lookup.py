@@ -21,7 +21,8 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.lifecycle import intake
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.speculation import speculator
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 
 SEEDS = range(100, 108)  # what was chosen was chosen on 0 to 5
 ONE_ROW_S = 0.008

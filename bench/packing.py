@@ -16,7 +16,8 @@ import numpy as np
 from bench.measure import EMBEDDED, table
 from bench.workload.text import prose
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 

@@ -19,7 +19,8 @@ from bench.measure import hundred_megabytes, model_file, table
 from everwarm.config import ContextOptions
 from everwarm.demo.tiny import TinySpec
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 

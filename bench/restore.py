@@ -9,7 +9,8 @@ import numpy as np
 
 from bench.measure import hundred_megabytes, median_s, much_kv, table
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 

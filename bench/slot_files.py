@@ -29,7 +29,7 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.slot_commands import SlotCommands
-from everwarm.llama.kv_splice import finished, joined
+from everwarm.llama.blobs import finished, joined
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.store.slot_names import COMPANION

@@ -12,7 +12,8 @@ import numpy as np
 from bench.measure import EMBEDDED, least_cpu_s, median_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, root_key

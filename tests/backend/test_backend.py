@@ -22,8 +22,7 @@ from everwarm.backend.compiling import configure_command, share_done
 from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
-from everwarm.llama.lib import library_path
-from everwarm.llama.system.devices import warn_of_blind_build
+from everwarm.llama.lib import library_path, warn_of_blind_build
 from support.campaign import CAMPAIGN
 
 ROOT = Path(__file__).parents[2]

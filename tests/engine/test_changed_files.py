@@ -15,7 +15,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile.slot_commands import SlotCommands
 from everwarm.errors import ModelChanged
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system.model_files import FileWatch
 from everwarm.state.store.arena_file import memory_file
 from support.drive import AtOnce, check, drain, open_core, run, submit, text
 from support.image_cores import ask, make_image, seeing_core

@@ -18,10 +18,10 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.verify.verify_states import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
 from everwarm.llama import abi
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context, open_context
 from everwarm.llama.media import mtmd_abi
 from everwarm.llama.model import Model, fingerprint_of, rope_limit_of
-from everwarm.llama.sequences import open_context
 from everwarm.state.tools.inventory import folders, read_folder
 from support.drive import open_core, run, text
 from support.kept_cores import kept_core, put_away

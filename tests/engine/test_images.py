@@ -109,7 +109,7 @@ def test_positions_that_were_counted_as_tokens_would_be_seen():
         item = core.images.item(CAT)
         core.images.embedding(item, {item.digest: CAT})
         seq = core.slots[0].seq
-        from everwarm.llama.context import Feed
+        from everwarm.llama.batch import Feed
         from everwarm.types import Mark
 
         def feed(tokens):

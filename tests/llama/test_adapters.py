@@ -7,7 +7,8 @@ import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
 from everwarm.errors import BadRequest, ModelFileError
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 from support.lora import WIDTH, write_lora

@@ -8,7 +8,8 @@ import pytest
 
 from everwarm.errors import DecodeFailed, StateRejected
 from everwarm.llama import abi
-from everwarm.llama.context import Logits, Tokens
+from everwarm.llama.batch import Tokens
+from everwarm.llama.context import Logits
 from everwarm.llama.model import Model
 from everwarm.types import Blob
 from support.blob_cases import (

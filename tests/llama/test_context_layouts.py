@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from support.layouts import ALONE, BOUND, CUTS, LAYOUTS, TOKENS, Layout, cold, cold_spread, distance, warm
 from support.steps import (
     HYBRIDS,

@@ -5,7 +5,8 @@ import pytest
 
 from everwarm.config import ContextOptions
 from everwarm.errors import BadRequest, TrimRefused
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import Mark, Position, SeqId, TokenCount
 from support.drive import NEAR_TIE, text

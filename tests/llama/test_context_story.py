@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import pytest
 
 from everwarm.errors import ContextFull
-from everwarm.llama.context import Context, Feed, Logits, Tokens
+from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 from support.steps import (

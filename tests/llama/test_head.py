@@ -8,10 +8,11 @@ import pytest
 from everwarm.config import ContextOptions
 from everwarm.demo.tiny.plans import WITH_HEADS
 from everwarm.errors import StateRejected
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.blobs import split, tail_bytes, trunk
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
-from everwarm.llama.mtp.head import cold, cut, extended, passed
-from everwarm.llama.mtp.tail import split, tail_bytes, trunk
+from everwarm.llama.mtp_head import cold, cut, extended, passed
 from everwarm.types import START, Mark, SeqId
 from support.drafts import STORY, tokens_of_model
 from support.models import EMBEDDED, tiny_model

@@ -9,7 +9,8 @@ import pytest
 
 from everwarm.config import GREEDY, Sampling
 from everwarm.errors import BadRequest
-from everwarm.llama.context import Context, Feed, Logits
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 from everwarm.types import START, SeqId

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everwarm.errors import StateRejected
-from everwarm.llama.state_types import is_packed, pack, unpack
+from everwarm.llama.blobs import is_packed, pack, unpack
 from support.campaign import by_chance
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
 from support.models import EMBEDDED, tiny_model

@@ -14,7 +14,8 @@ from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Res
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.verify.cold_replay import replay as read_cold
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from support.models import tiny_model
 

@@ -13,7 +13,8 @@ from itertools import combinations
 
 import numpy as np
 
-from everwarm.llama.context import Context, Feed, Logits, Tokens
+from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import Model
 from support.steps import OTHER, SLOT, TAIL_CHUNKS, THIRD, Saved, load, open_context, read, read_to, say, text
 

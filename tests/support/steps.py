@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from everwarm.config import ContextOptions
-from everwarm.llama.context import Context, Feed, Logits, Tokens
+from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.context import Context, Logits
 from everwarm.llama.model import MemoryKind, Model
 from everwarm.types import Blob, Mark, Position, SeqId, TokenCount
 

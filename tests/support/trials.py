@@ -17,7 +17,8 @@ from functools import cache
 from pathlib import Path
 
 from everwarm.errors import EverwarmError
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 from support.models import tiny_model

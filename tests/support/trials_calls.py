@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.types import START, SeqId
 from support.steps import (
     KINDS,

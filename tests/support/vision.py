@@ -13,11 +13,11 @@ import numpy as np
 
 from everwarm.config import ContextOptions
 from everwarm.llama import abi
-from everwarm.llama.context import BatchArrays, Feed, Tokens
+from everwarm.llama.batch import BatchArrays, Feed, Tokens
+from everwarm.llama.context import open_context
 from everwarm.llama.lib import library_path
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import Model
-from everwarm.llama.sequences import open_context
 from everwarm.types import Mark, Position, SeqId, TokenCount
 from support.steps import OPTIONS
 

@@ -29,7 +29,7 @@ from everwarm.engine.lifecycle.core_status import StatusBoard
 from everwarm.engine.lifecycle.intake import Intake
 from everwarm.engine.lifecycle.keeping import Keeper
 from everwarm.engine.lifecycle.starting import CutPlanner, Starter
-from everwarm.engine.memory_plan import Sizes, decide_sizes
+from everwarm.engine.memory_plan import Sizes, decide_sizes, gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.request_queue import RequestQueue
@@ -55,8 +55,7 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
-from everwarm.llama.system.file_watch import WatchedFiles
-from everwarm.llama.system.memory_fit import gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
+from everwarm.llama.system.model_files import WatchedFiles
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.returns import Returns
 from everwarm.state.segment_merge import most_joined

@@ -40,10 +40,11 @@ from everwarm.engine.speculation.speculator import Picked, Speculator, pick, wit
 from everwarm.engine.speed import Speed
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected, WeightsTouched
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.media.media_model import Embedding
 from everwarm.llama.model import Model
-from everwarm.llama.system.file_watch import WatchedFiles
+from everwarm.llama.system.model_files import WatchedFiles
 from everwarm.prompt.prompt import MediaItem
 from everwarm.state.policy import CutKind
 

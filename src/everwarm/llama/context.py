@@ -1,114 +1,87 @@
 """A libllama context: the only place where sequences are decoded, saved and restored. Knows no prefix tree and no policy.
 
-One thread owns a context. Unified KV: all sequences share ``n_ctx`` cells.
+One thread owns a context. Unified KV: all sequences share ``n_ctx`` cells, and are names for them, cut, shared and dropped.
+Every refusal of libllama becomes a ``MemoryFault`` and every call that could abort the process is checked first. Each
+sequence's end is counted here; libllama's own counters are used only to assert.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.config import ContextOptions
-from everwarm.errors import ContextFull, DecodeFailed, StateRejected, WeightsTouched
+from everwarm.config import ContextOptions, RopeOptions
+from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused, WeightsTouched
 from everwarm.llama import abi
+from everwarm.llama.batch import BatchArrays, Feed, Tokens
 from everwarm.llama.blobs import (
     HEADER_BYTES,
+    Copying,
+    Room,
     begins_sequence,
+    cut,
+    cut_bytes,
     describes_cells,
     describes_end,
+    finished,
     first_position,
     is_finite,
+    is_packed,
+    joined,
+    pack,
+    scattered,
+    split,
+    tail_bytes,
+    unpack,
     with_header,
     without_nan,
 )
-from everwarm.llama.kv_splice import Copying, cut, cut_bytes, finished, joined, scattered
+from everwarm.llama.cells import Cells
+from everwarm.llama.lib import Closing
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
-from everwarm.llama.mtp.head import Due, HeadFeed
-from everwarm.llama.mtp.tail import Room, split, tail_bytes
-from everwarm.llama.sequences import Sequences
-from everwarm.llama.state_types import is_packed, pack, unpack
+from everwarm.llama.mtp_head import Due, Head
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
-Tokens = NDArray[np.int32]
+log = logging.getLogger("everwarm.llama")
+
 _LAST_ROW = -1  # libllama's name for the last logits there are
-
-
-class Feed(NamedTuple):
-    """Tokens to append to one sequence; ``start`` is where the caller believes the sequence ends. The last ``n_draft`` of
-    them are guesses: there are logits after each of them and after the token before, and some may be taken back."""
-
-    seq: SeqId
-    tokens: Tokens
-    start: Mark
-    wants_logits: bool
-    n_draft: int = 0
-    is_for_head: bool = True  # the model's head reads them, too, and can guess what follows
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of logits."""
-        return self.n_draft + 1 if self.wants_logits else 0
-
-
-class BatchArrays:
-    """One batch's arrays, allocated once: filling them makes no per-token Python objects."""
-
-    def __init__(self, n_batch: int) -> None:
-        self._token = np.zeros(n_batch, np.int32)
-        self._pos = np.zeros(n_batch, np.int32)
-        self._seq = np.zeros(n_batch, np.int32)
-        self._wants = np.zeros(n_batch, np.int8)
-        self._ones = np.ones(n_batch, np.int32)
-        self._steps = np.arange(n_batch, dtype=np.int32)
-        self._seq_pointers = self._seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
-        self._struct = abi.Batch(
-            n_tokens=0,
-            token=self._token.ctypes.data_as(abi.i32p),
-            embd=None,
-            pos=self._pos.ctypes.data_as(abi.i32p),
-            n_seq_id=self._ones.ctypes.data_as(abi.i32p),
-            seq_id=self._seq_pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
-            logits=self._wants.ctypes.data_as(abi.i8p),
-        )
-
-    def put(self, at: int, feed: Feed) -> None:
-        if len(feed.tokens) == 1:
-            return self._put_one(at, feed)
-        stop = at + len(feed.tokens)
-        self._token[at:stop] = feed.tokens
-        np.add(self._steps[: stop - at], feed.start.pos, out=self._pos[at:stop])
-        self._seq[at:stop] = feed.seq
-        self._wants[at:stop] = 0
-        self._wants[stop - 1 - feed.n_draft : stop] = feed.wants_logits
-
-    def _put_one(self, at: int, feed: Feed) -> None:
-        """One token of a reply: plain stores, because slices would cost more than the rest of the step."""
-        self._token[at] = feed.tokens[0]
-        self._pos[at] = feed.start.pos
-        self._seq[at] = feed.seq
-        self._wants[at] = feed.wants_logits
-
-    def want_all(self, n: int) -> None:
-        """Outputs for every one of the first tokens."""
-        self._wants[:n] = 1
-
-    def struct(self, n: int) -> abi.Batch:
-        self._struct.n_tokens = n
-        return self._struct
+_BEYOND_ALL = (1 << 31) - 2  # a position that no cell has
 
 
 Logits = NDArray[np.float32]
 
 
-class Context(Sequences):
+class Context(Closing):
+    """``n_seq_max`` sequences for the caller, and one more inside for moving KV ranges in and out."""
+
     def __init__(self, model: Model, options: ContextOptions, place: Place = heap) -> None:
         """``place``: where captured states and segments go."""
-        super().__init__(model, options)
+        self.model = model
+        self.options = options
+        self.kind = model.memory_kind
+        self._has_attention = self.kind.has_attention  # needed at every step
+        self._lib = model.lib
+        self.head: Head | None = None
+        n_seqs = options.n_seq_max + self.kind.has_attention
+        self._scratch = options.n_seq_max
+        self._ptr: int | None = open_context(model, options, n_seqs)
+        self._mem = self._lib.get_memory(self._ptr)
+        self._scales = model.scales
+        self.n_ctx = int(self._lib.n_ctx(self._ptr))
+        self.n_batch = min(options.n_batch, int(self._lib.n_batch(self._ptr)))
+        self.cells = Cells(self.n_ctx, n_seqs)
+        self._end = [START] * n_seqs
+        self._state_clean = [True] * n_seqs
+        self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
+        self._is_taken_back = [False] * n_seqs  # its state is a snapshot
+        self._has_snapshots = [False] * n_seqs
+        self.n_snapshots = int(self._lib.n_rs_seq(self._ptr))  # 0 where the architecture has none
+        self.head = self._open_head(n_seqs) if model.has_head else None
         self.place = place
         self.n_decodes = self.n_fed = 0  # since the start: calls, and sequences in all of them
         self._batch = BatchArrays(self.n_batch)
@@ -116,6 +89,17 @@ class Context(Sequences):
         self._views: dict[int, Logits] = {}
         self._empty_state = self._read(SeqId(0), abi.STATE_PARTIAL)
         self._empty_tail = self._empty_state[HEADER_BYTES:]
+
+    def _open_head(self, n_seqs: int) -> Head | None:
+        """None: there is no room for it, and the model works without."""
+        assert self._ptr is not None
+        try:
+            ptr = open_context(self.model, self.options, n_seqs, abi.CONTEXT_MTP)
+        except ContextTooBig as error:
+            log.warning("the MTP head of %s is not used: %s", self.model.path.name, error)
+            return None
+        rows = self.model.head_chooses_rows
+        return Head(self._lib, ptr, self._ptr, n_seqs, self.n_batch, self.model.vocab.n_tokens, chooses_rows=rows)
 
     # decoding
 
@@ -145,7 +129,7 @@ class Context(Sequences):
             self._advance(feed, alone)
             self._has_snapshots[feed.seq] = is_even
         if self.head is not None:
-            self.head.read([HeadFeed(f.seq, f.tokens, f.start.pos, f.n_draft, f.is_for_head) for f in feeds])
+            self.head.read(feeds)
 
     def warm_up(self) -> None:
         """Decodes steps of the shapes that replies have, and forgets them. A GPU takes several times as long for what it
@@ -263,11 +247,158 @@ class Context(Sequences):
         """libllama's index of that row, for its own sampler."""
         return self._rows[row]
 
+    # sequences: names for cells, and where each one ends
+
+    @property
+    def native(self) -> int:
+        """The C pointer, for the sampler."""
+        assert self._ptr is not None, "the context is closed"
+        return self._ptr
+
+    def end(self, seq: SeqId) -> Mark:
+        return self._end[seq]
+
+    def is_clean(self, seq: SeqId) -> bool:
+        """Whether a cold replay with the same chunks would reproduce this sequence bit for bit."""
+        return self._state_clean[seq] and self.cells.is_clean(seq) and not self._stateless[seq]
+
+    def use_scales(self, scales: tuple[float, ...]) -> None:
+        """Of the model's adapters, for all decodes from now on."""
+        if scales != self._scales:
+            set_scales(self.model, self.native, scales)
+            self._scales = scales
+
+    def drop(self, seq: SeqId) -> None:
+        self._check_seq(seq)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._forget(seq)
+        if self.head is not None:
+            self.head.drop(seq)
+        if self.cells.used == 0 and not any(end.n_tokens for end in self._end):
+            self._lib.memory_clear(self._mem, False)  # the next one starts at the first cell again
+
+    def trim(self, seq: SeqId, mark: Mark) -> None:
+        """Cut the sequence back to ``mark``, or raise ``TrimRefused`` and change nothing."""
+        self._check_seq(seq)
+        assert not self._stateless[seq], f"sequence {seq} has KV but no state: restore one"
+        assert mark.n_tokens <= self._end[seq].n_tokens, f"sequence {seq} ends at {self._end[seq]}, before {mark}"
+        if mark == self._end[seq]:
+            return None
+        if mark == START:
+            return self.drop(seq)
+        if self.n_snapshots:
+            raise TrimRefused(f"sequence {seq} has a state, which only ``take_back`` cuts")
+        if not self.window_reaches(seq, mark) or not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"sequence {seq} cannot be cut from {self._end[seq].n_tokens} to {mark.n_tokens} tokens")
+        self._set_end(seq, mark)
+        self._state_clean[seq] &= not self.kind.has_window  # the window stays where in the ring it was
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
+
+    def take_back(self, seq: SeqId, mark: Mark) -> None:
+        """Cut a recurrent sequence back into its last decode, to one of its snapshots. It can be decoded, captured and
+        dropped then, but gets no second name before: libllama would give that the state from before the cut.
+
+        Only if all sequences of that decode got as many tokens. Otherwise libllama splits it, moves states between the
+        parts, and leaves the snapshots of those that it moved behind, where others write."""
+        self._check_seq(seq)
+        n = self._end[seq].n_tokens - mark.n_tokens
+        assert 0 < n <= self.n_snapshots, f"sequence {seq} has {self.n_snapshots} snapshots, not {n}"
+        assert self._has_snapshots[seq], f"sequence {seq} was decoded beside others that got more or fewer tokens"
+        if not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"the last {n} tokens of sequence {seq} could not be taken back")
+        self._set_end(seq, mark)
+        self._is_taken_back[seq] = True
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
+
+    def can_be_parked(self, seq: SeqId) -> bool:
+        """Whether it may have a second name now."""
+        return self.kind.can_share_cells and not self._is_taken_back[seq]
+
+    def window_reaches(self, seq: SeqId, mark: Mark) -> bool:
+        """Whether a sequence can be cut to ``mark`` as far as its sliding window is concerned. Such a cache cuts anywhere
+        without complaint, also where it no longer holds the window."""
+        if not self.kind.has_window:
+            return True
+        return int(self._lib.memory_seq_pos_min(self._mem, seq)) <= max(0, mark.pos - self.model.n_swa)
+
+    def park(self, slot: SeqId, spare: SeqId) -> None:
+        """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
+        self._check_seq(slot)
+        self._check_seq(spare)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert not self._is_taken_back[slot], f"sequence {slot} stands at a snapshot: decode it first"
+        assert slot != spare, "a sequence cannot be parked in itself"
+        self._lib.memory_seq_rm(self._mem, spare, -1, -1)
+        self._forget(spare)
+        self._lib.memory_seq_cp(self._mem, slot, spare, -1, -1)
+        self.cells.share(slot, spare, self.cells.count(slot))
+        self._end[spare] = self._end[slot]
+        self._state_clean[spare] = self._state_clean[slot]
+        self._stateless[spare] = self._stateless[slot]
+        if self.head is not None:
+            self.head.park(slot, spare, self._end[slot].pos)
+
+    unpark = park
+
+    def hold_state(self, seq: SeqId, holder: SeqId) -> None:
+        """Make ``holder``, which is empty, a second name for the recurrent state of ``seq`` alone. Copies nothing, and
+        takes no time for the cells of attention, however many there are. Only to be put back, or dropped."""
+        self._check_seq(seq)
+        self._check_seq(holder)
+        assert self.can_be_parked(seq), f"the state of sequence {seq} cannot be held"
+        self._lib.memory_seq_cp(self._mem, seq, holder, _BEYOND_ALL, -1)  # states are shared whatever the range
+        self._state_clean[holder] = self._state_clean[seq]
+
+    def put_state_back(self, holder: SeqId, seq: SeqId, mark: Mark) -> None:
+        """The state that ``holder`` holds, of ``mark``, becomes that of ``seq`` again, and its cells are cut to it. The
+        head goes its own way: it is cut to what was accepted."""
+        self._lib.memory_seq_cp(self._mem, holder, seq, _BEYOND_ALL, -1)
+        if not self._lib.memory_seq_rm(self._mem, seq, mark.pos, -1):
+            raise TrimRefused(f"sequence {seq} could not be cut to {mark.n_tokens} tokens after a draft")
+        self._set_end(seq, mark)
+        self._state_clean[seq] = self._state_clean[holder]
+
+    def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
+        """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
+        self._check_seq(src)
+        assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
+        assert src != dst, "a sequence cannot share with itself"
+        assert mark.n_tokens <= self.cells.count(src), f"sequence {src} holds less than {mark}"
+        self.drop(dst)
+        self._lib.memory_seq_cp(self._mem, src, dst, 0, mark.pos)
+        self.cells.share(src, dst, mark.n_tokens)
+        self._end[dst] = mark
+        self._stateless[dst] = self.kind.needs_checkpoints
+        if self.head is not None:
+            self.head.share(src, dst, mark.pos, self._end[src].pos)
+
+    def keep_kv(self, seq: SeqId, mark: Mark) -> None:
+        """Cut a sequence back to ``mark`` where libllama would refuse: the KV stays, the state must be restored."""
+        self._check_seq(seq)
+        assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less than {mark}"
+        if mark == START:
+            return self.drop(seq)
+        self._lib.memory_seq_cp(self._mem, seq, self._scratch, 0, mark.pos)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._lib.memory_seq_cp(self._mem, self._scratch, seq, -1, -1)
+        self._lib.memory_seq_rm(self._mem, self._scratch, -1, -1)
+        self._set_end(seq, mark)
+        self._stateless[seq] = self.kind.needs_checkpoints
+        if self.head is not None:
+            self.head.trim(seq, mark.pos)
+
+    def _disturb_windows(self) -> None:
+        """A sequence that comes and goes moves the ring on for all of them."""
+        if self.kind.has_window:
+            self._state_clean = [end == START for end in self._end]
+
     # states: points
 
     @property
     def packs_states(self) -> bool:
-        """Whether a captured state is not quite what the sequence had: see ``llama.state_types``."""
+        """Whether a captured state is not quite what the sequence had: see ``llama.blobs``."""
         return self.options.state_type != "f32" and self.kind in (MemoryKind.HYBRID, MemoryKind.RECURRENT)
 
     def capture_packed(self, seq: SeqId) -> Blob:
@@ -508,8 +639,98 @@ class Context(Sequences):
         n = int(self._lib.state_seq_set_data_ext(self._ptr, blob.ctypes.data, len(blob), seq, flags))
         return n == len(blob) > HEADER_BYTES
 
+    # counters
+
+    def _check_seq(self, seq: SeqId) -> None:
+        assert self._ptr is not None, "the context is closed"
+        assert 0 <= seq < self.options.n_seq_max, f"sequence {seq} is not one of {self.options.n_seq_max}"
+
+    def _set_end(self, seq: SeqId, mark: Mark) -> None:
+        if self.kind.has_attention:
+            self.cells.trim(seq, mark.n_tokens)
+        self._end[seq] = mark
+        self._stateless[seq] = self._is_taken_back[seq] = False
+
+    def _forget(self, seq: SeqId) -> None:
+        self.cells.drop(seq)
+        self._end[seq] = START
+        self._state_clean[seq] = True
+        self._stateless[seq] = self._is_taken_back[seq] = False
+
+    def check(self) -> None:
+        """Compare these counters with libllama's, in tests and while debugging."""
+        self.cells.check()
+        for i, end in enumerate(self._end[: self.options.n_seq_max]):
+            seen = int(self._lib.memory_seq_pos_max(self._mem, i))
+            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, expected {end}"
+        if self.head is not None:
+            self.head.check()
+
     # life
 
     def close(self) -> None:
         self._views.clear()
-        super().close()
+        if self.head is not None:
+            self.head.close()
+        if self._ptr:
+            self._lib.free(self._ptr)
+            self._ptr = self._mem = None
+
+
+def open_context(model: Model, options: ContextOptions, n_seqs: int, kind: int = abi.CONTEXT_DEFAULT) -> int:
+    """A C context with unified KV, or a clear refusal. ``kind``: of the model itself, or of its MTP head."""
+    assert n_seqs <= 256, "one of libllama's 256 sequences is needed inside"
+    params = model.lib.context_default_params()
+    params.n_ctx = options.n_ctx
+    params.n_batch = max(options.n_batch, n_seqs)  # libllama asserts room for one output per sequence
+    params.n_ubatch = max(options.n_ubatch, n_seqs)
+    params.n_seq_max = n_seqs
+    params.n_rs_seq = options.n_snapshots if kind == abi.CONTEXT_DEFAULT else 0
+    params.ctx_type = kind
+    params.n_threads = options.n_threads
+    params.n_threads_batch = options.n_threads_batch
+    params.type_k = abi.GGML_TYPES[options.cache_type_k]
+    params.type_v = abi.GGML_TYPES[options.cache_type_v]
+    params.flash_attn_type = abi.FLASH_ATTENTION[options.flash_attention]
+    params.offload_kqv = options.kv_offload
+    params.op_offload = options.op_offload
+    _set_rope(params, options.rope)
+    params.kv_unified = True
+    params.swa_full = False
+    model.lib.forget_log()
+    ptr: int | None = model.lib.init_from_model(model.ptr, params)
+    if not ptr:
+        raise ContextTooBig(
+            f"a context of {options.n_ctx} tokens and {n_seqs} sequences could not be made "
+            f"({model.lib.last_words()}); give fewer tokens, slots or spares"
+        )
+    n_cells = int(model.lib.n_ctx_seq(ptr))
+    assert n_cells == options.n_cells, f"libllama made {n_cells} cells of {options.n_ctx}, not {options.n_cells}"
+    try:
+        set_scales(model, ptr, model.scales)
+    except ContextTooBig:
+        model.lib.free(ptr)
+        raise
+    return ptr
+
+
+def _set_rope(params: abi.ContextParams, rope: RopeOptions) -> None:
+    """Sets what is given; the rest stays as the model's file says."""
+    if rope.scaling is not None:
+        params.rope_scaling_type = abi.ROPE_SCALING[rope.scaling]
+    if rope.freq_base is not None:
+        params.rope_freq_base = rope.freq_base
+    if rope.freq_scale is not None:
+        params.rope_freq_scale = rope.freq_scale
+    for name in ("yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow"):
+        if getattr(rope, name) is not None:
+            setattr(params, name, getattr(rope, name))
+
+
+def set_scales(model: Model, ptr: int, scales: tuple[float, ...]) -> None:
+    """What the next decodes add of each adapter."""
+    used = [(adapter, scale) for (adapter, _), scale in zip(model.adapters, scales, strict=True) if scale]
+    adapters = (ctypes.c_void_p * len(used))(*(adapter for adapter, _ in used))
+    factors = (ctypes.c_float * len(used))(*(scale for _, scale in used))
+    if int(model.lib.set_adapters_lora(ptr, adapters, len(used), factors)) != 0:
+        raise ContextTooBig(f"the LoRA adapters could not be applied: {model.lib.last_words()}")

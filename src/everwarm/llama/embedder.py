@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from everwarm.config import ModelOptions, Pooling
 from everwarm.errors import BadRequest, ContextTooBig, DecodeFailed, ModelFileError
 from everwarm.llama import abi
-from everwarm.llama.context import BatchArrays, Feed
+from everwarm.llama.batch import BatchArrays, Feed
 from everwarm.llama.lib import Closing, Lib
 from everwarm.llama.model import Model, Progress
 from everwarm.types import START, SeqId

@@ -15,10 +15,8 @@ from pathlib import Path
 from everwarm.config import EMBEDDING_ARCHITECTURES, ModelOptions
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
-from everwarm.llama.lib import Closing, Lib, lib
-from everwarm.llama.system.devices import buffer_type_named, device_named
-from everwarm.llama.system.file_digest import file_digest, file_identity, parts_of
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.lib import Closing, Lib, buffer_type_named, device_named, lib
+from everwarm.llama.system.model_files import FileWatch, file_digest, file_identity, parts_of
 from everwarm.llama.vocab import Vocab
 
 FACTORS = (b"rope_factors_long.weight", b"rope_factors_short.weight")

@@ -1,31 +1,83 @@
-"""Picking the next token from a row of logits, reproducibly per seed.
+"""Picking the next token from a row of logits, reproducibly per seed; and how long a reply may think.
 
 The chain is libllama's own, made as llama-server makes it: bias first, then the samplers in their order, then the draw.
-Samplers that would change nothing are left out. Knows logits and tokens; knows no requests.
+Samplers that would change nothing are left out. ``ThinkingLimit`` follows a reply token by token, and after so many of them
+the end of the thinking is written for the model. Knows logits, tokens and tags; knows no requests.
 """
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everwarm.config import Sampling
+from everwarm.config import Sampling, ThinkingBudget
 from everwarm.errors import BadRequest, DecodeFailed
 from everwarm.llama import abi
 from everwarm.llama.constraints.matcher import Matcher
-from everwarm.llama.constraints.thinking_limit import ThinkingLimit
 from everwarm.llama.context import Context, Logits
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
+from everwarm.llama.vocab import Vocab
 
 _TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _MIROSTAT_M = 100  # tokens from which mirostat estimates
 _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never passed on
+
+
+class ThinkingLimit:
+    def __init__(self, vocab: Vocab, budget: ThinkingBudget) -> None:
+        self._vocab = vocab
+        self._budget = budget
+        self._opening, self._closing = budget.opening.encode(), budget.closing.strip().encode()
+        self._is_open = not self._opening
+        self._is_over = False
+        self._text = b""  # what may still become a tag
+        self._n_thought = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._forced: deque[int] = deque()
+
+    @property
+    def forced(self) -> int | None:
+        """The token that comes next whatever the model says; None: the model is free."""
+        if self._forced:
+            return self._forced[0]
+        is_split = bool(self._characters.getstate()[0])  # a character that is not complete yet
+        if self._is_over or not self._is_open or self._n_thought < self._budget.n_tokens or is_split:
+            return None
+        text = self._budget.message + self._budget.closing
+        self._forced.extend(self._vocab.tokenize(text, add_special=False, parse_special=True).tolist())
+        self._is_over = True
+        return self._forced[0] if self._forced else None
+
+    def note(self, token: int) -> None:
+        """This token was written."""
+        if self._forced:
+            self._forced.popleft()
+        if self._is_over:
+            return
+        piece = self._vocab.piece(token)
+        self._characters.decode(piece)
+        self._text += piece
+        if self._is_open:
+            self._n_thought += 1
+            self._is_over = self._closing in self._text
+            self._text = self._text[-len(self._closing) :]
+        else:
+            self._look_for_opening()
+
+    def _look_for_opening(self) -> None:
+        begun = self._text.lstrip()
+        if begun.startswith(self._opening):
+            self._is_open, self._text = True, begun[len(self._opening) :]
+        elif not self._opening.startswith(begun):
+            self._is_over = True  # it answers without thinking
 
 
 class Sampler(Closing):

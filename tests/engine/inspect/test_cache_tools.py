@@ -26,7 +26,7 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.verify.verify_states import Finding, Report, check_up
 from everwarm.errors import BadRequest
-from everwarm.llama.context import Feed
+from everwarm.llama.batch import Feed
 from everwarm.state.store.folder_meta import read_about, write_about
 from everwarm.state.store.object import ObjectHeader, ObjectReader, encode, name_of
 from everwarm.state.store.slot_file import Claim

@@ -4,7 +4,7 @@ import pytest
 
 from everwarm.engine.inspect.report import USABLE_SHARE, place
 from everwarm.gateway.server import gpu_line
-from everwarm.llama.system.devices import Device
+from everwarm.llama.lib import Device
 from support.server import Server, serving
 
 GIB = 1 << 30

@@ -14,7 +14,6 @@ from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.llama import blobs
 from everwarm.llama.model import MemoryKind
-from everwarm.llama.mtp import tail
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import CutKind
 from everwarm.state.store.object import Damaged
@@ -406,10 +405,10 @@ def test_llama_server_gets_a_state_without_what_the_head_keeps_behind_it(tmp_pat
         saved = save(core, tmp_path / "a.bin")
         kept = {found.point.n_items: found.state for found in saved.points}
         _, appended = split_appendix(read_main(tmp_path / "a.bin", 1024)[1])
-        assert any(tail.split(kept[point.n_tokens])[1] is not None for point in appended), "this test could not fail"
+        assert any(blobs.split(kept[point.n_tokens])[1] is not None for point in appended), "this test could not fail"
         for point in appended:
-            assert point.state.tobytes() == tail.trunk(kept[point.n_tokens]).tobytes()
-            assert tail.split(point.state)[1] is None
+            assert point.state.tobytes() == blobs.trunk(kept[point.n_tokens]).tobytes()
+            assert blobs.split(point.state)[1] is None
 
 
 @pytest.mark.parametrize("in_arena", [True, False])

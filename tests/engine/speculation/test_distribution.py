@@ -7,7 +7,8 @@ import numpy as np
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from support.drafts import Scripted, always_draft, drafting_core
 from support.drive import drain, submit, text
 

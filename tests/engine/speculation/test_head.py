@@ -11,7 +11,7 @@ from everwarm.engine.speculation import pacing
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.verify.cold_replay import compare_with_cold
 from everwarm.errors import ModelFileError
-from everwarm.llama.mtp import tail
+from everwarm.llama import blobs
 from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
 from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, text, tidy
 from support.image_cores import ask, make_image, seeing_core
@@ -221,7 +221,9 @@ def test_a_restored_conversation_drafts_as_well_as_before(is_kept, monkeypatch):
     """The control keeps states and segments without the head's part."""
     if not is_kept:
         monkeypatch.setattr(
-            tail.Room, "__init__", lambda self, place, _: setattr(self, "_place", place) or setattr(self, "_tail", None)
+            blobs.Room,
+            "__init__",
+            lambda self, place, _: setattr(self, "_place", place) or setattr(self, "_tail", None),
         )
     question = "My secret code is 48213. " + STORY
     with embedded(n_slots=1, n_ctx=2048) as core:
@@ -246,8 +248,8 @@ def test_kept_blobs_have_the_part_of_the_head_and_can_be_read_without_it():
         nodes = list(core.cache.tree.nodes())
         segments = [node.segment.blob for node in nodes if node.segment is not None]
         states = [node.checkpoint.state for node in nodes if node.checkpoint and node.checkpoint.state is not None]
-        assert segments and states and all(tail.split(blob)[1] is not None for blob in (*segments, *states))
+        assert segments and states and all(blobs.split(blob)[1] is not None for blob in (*segments, *states))
         for blob in (*segments, *states):
-            whole, of_head = tail.split(blob)
-            assert len(whole) + tail.tail_bytes(len(of_head)) == len(blob)
-            assert tail.split(whole) == (whole, None) or np.array_equal(tail.split(whole)[0], whole)
+            whole, of_head = blobs.split(blob)
+            assert len(whole) + blobs.tail_bytes(len(of_head)) == len(blob)
+            assert blobs.split(whole) == (whole, None) or np.array_equal(blobs.split(whole)[0], whole)

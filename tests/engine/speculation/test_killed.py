@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from everwarm.llama import blobs
 from everwarm.llama import context as llama_context
-from everwarm.llama.mtp import tail
 from everwarm.state.store.arena_file import memory_file
 from support.drafts import CODE, STORY, always_draft, tokens_of
 from support.drive import NEAR_TIE, check, regrets, run
@@ -59,7 +59,7 @@ def test_the_next_process_drafts_as_if_nothing_had_happened(tier, tmp_path, monk
     starts = []
     for is_control in (False, True):
         if is_control:  # the same files, read as if they had no part of the head
-            monkeypatch.setattr(llama_context, "split", lambda blob: (tail.trunk(blob), None))
+            monkeypatch.setattr(llama_context, "split", lambda blob: (blobs.trunk(blob), None))
         with killed_core(about["store"], memory) as core:
             always_draft(core)
             core.cache.tiers.wait_open(60.0)

@@ -7,7 +7,7 @@ import pytest
 
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.state_types import is_packed
+from everwarm.llama.blobs import is_packed
 from everwarm.prompt.prompt import Prompt
 from support.drive import memory_of, open_core, replay, run, slot_holding, text, tidy
 from support.kept_cores import files, kept_core, put_away

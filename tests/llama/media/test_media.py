@@ -22,7 +22,7 @@ from everwarm.llama.lib import Mtmd, library_path
 from everwarm.llama.media import mtmd_abi
 from everwarm.llama.media.media_model import MAX_SIDE, Embedding, MediaModel, MediaShape
 from everwarm.llama.model import Model
-from everwarm.llama.system.file_digest import file_digest, file_identity
+from everwarm.llama.system.model_files import file_digest, file_identity
 from support.gguf_mutants import File, minicpm, take_apart, text
 from support.models import tiny_model, tiny_vision
 from support.vision import make_image

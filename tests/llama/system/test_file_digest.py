@@ -7,7 +7,7 @@ from pathlib import Path
 import blake3
 import pytest
 
-from everwarm.llama.system.file_digest import file_digest
+from everwarm.llama.system.model_files import file_digest
 
 CONTENT = bytes(range(256)) * 400
 

@@ -10,8 +10,8 @@ import pytest
 
 from everwarm.demo.tiny import ARCHITECTURES
 from everwarm.engine import memory_plan
+from everwarm.engine.memory_plan import measure
 from everwarm.engine.settings import EngineSettings
-from everwarm.llama.system.memory_fit import measure
 from everwarm.router.catalog import memory_estimate
 from everwarm.router.catalog.gguf_header import GgufHeader, read_header
 from everwarm.router.catalog.memory_estimate import ModelShape, loaded_bytes, n_sequences, shape_of

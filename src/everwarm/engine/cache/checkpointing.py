@@ -16,10 +16,8 @@ from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.slots import Slot, Spares
 from everwarm.errors import MemoryFault
-from everwarm.llama.blobs import is_finite
+from everwarm.llama.blobs import is_finite, is_packed, trunk, unpack
 from everwarm.llama.context import Context
-from everwarm.llama.mtp.tail import trunk
-from everwarm.llama.state_types import is_packed, unpack
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, PROVISIONAL, CutKind, Spacing

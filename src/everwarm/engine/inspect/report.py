@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from everwarm.engine.core import Core
+from everwarm.engine.memory_plan import host_free_bytes, usable_gpus
 from everwarm.engine.process.messages import Gpu, Placement, PromptCost
 from everwarm.engine.request import Request
 from everwarm.engine.slots import Slot
-from everwarm.llama.system.devices import Device, warn_of_blind_build
-from everwarm.llama.system.memory_fit import host_free_bytes, usable_gpus
+from everwarm.llama.lib import Device, warn_of_blind_build
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.null_tiers import NullDisk
 

@@ -15,9 +15,8 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.speculation.speculator import Speculator
 from everwarm.errors import BadRequest
-from everwarm.llama.constraints.thinking_limit import ThinkingLimit
 from everwarm.llama.context import Context
-from everwarm.llama.sampler import Sampler
+from everwarm.llama.sampler import Sampler, ThinkingLimit
 from everwarm.llama.vocab import Vocab
 from everwarm.state.namespace import adapted
 

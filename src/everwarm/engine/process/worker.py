@@ -38,7 +38,7 @@ from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.errors import BadRequest, ContextTooBig, EverwarmError, FrameTooLarge, ModelChanged
 from everwarm.llama.abi import BUILD
 from everwarm.llama.model import Progress
-from everwarm.llama.system.file_watch import WatchedFiles
+from everwarm.llama.system.model_files import WatchedFiles
 from everwarm.llama.system.process import collect_rarely, die_with_parent
 from everwarm.llama.vocab import Vocab
 from everwarm.logs import log_to_stderr

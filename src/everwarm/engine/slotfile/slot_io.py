@@ -32,9 +32,8 @@ from everwarm.engine.cache.restore import Goal
 from everwarm.engine.core import Core
 from everwarm.engine.slots import Slot
 from everwarm.errors import BadRequest, MemoryFault, StateRejected
-from everwarm.llama.blobs import HEADER_BYTES, in_streams
+from everwarm.llama.blobs import HEADER_BYTES, in_streams, trunk
 from everwarm.llama.model import MemoryKind
-from everwarm.llama.mtp.tail import trunk
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.namespace import is_adapted, is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind, KeptCheckpoint, worth_saving

@@ -19,7 +19,8 @@ import numpy as np
 from everwarm.config import ContextOptions
 from everwarm.engine.speculation.draft_length import Tokens
 from everwarm.errors import ContextFull, MemoryFault, ModelFileError
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
 from everwarm.llama.vocab import Vocab

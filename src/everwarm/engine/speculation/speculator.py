@@ -26,7 +26,8 @@ from everwarm.engine.speculation.pacing import Pacing
 from everwarm.engine.speculation.rollback import Rollback
 from everwarm.engine.speculation.suffix_lookup import SuffixLookup
 from everwarm.engine.speculation.tree_lookup import TreeLookup
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 
 MAX_AGAIN = 16  # accepted tokens that are decoded again; then a step without a draft catches up
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from everwarm.engine.core import Core
 from everwarm.engine.images import ImageCache
-from everwarm.llama.context import Context, Feed
-from everwarm.llama.mtp.tail import trunk
+from everwarm.llama.batch import Feed
+from everwarm.llama.blobs import trunk
+from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import SEATED, Chunks
 from everwarm.state.tree import Checkpoint, Node

@@ -26,7 +26,8 @@ from everwarm.config import CELLS_STEP, MAX_BATCH, MAX_CTX, ContextOptions, Mode
 from everwarm.engine.fingerprint import N_ALWAYS, STATE_PREFIX, state_fingerprint
 from everwarm.engine.verify.cold_replay import cold_state, is_same_state, replay
 from everwarm.errors import BadRequest, MemoryFault, ModelError, ModelFileError
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.model import MemoryKind, Model, fingerprint_of, rope_limit_of
 from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.lineage import SEATED, Chunks, history_over, n_items_of

@@ -2,6 +2,5 @@
 
 ``trial`` has a constraint tried in a child process first, because some take minutes, gigabytes or more stack than there
 is; ``trial_worker`` is that child, and writes the constraint as one grammar. ``matcher`` compiles what passed, once, and
-follows each reply through it, token by token. llguidance is loaded with the first constraint. ``thinking_limit`` ends
-thinking that takes too long.
+follows each reply through it, token by token. llguidance is loaded with the first constraint.
 """

@@ -30,7 +30,7 @@ from everwarm.llama.lib import Closing, Lib
 from everwarm.llama.media import mtmd_abi, projector_file
 from everwarm.llama.media.projector_file import Projector
 from everwarm.llama.model import Model
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system.model_files import FileWatch
 from everwarm.sound_files import SAMPLE_RATE
 
 MIN_SIDE = 2

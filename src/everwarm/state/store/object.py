@@ -28,7 +28,7 @@ from everwarm.types import Blob, Place, heap
 Kind = Literal["kv", "state", "slot"]
 
 MAGIC, END = b"EVERWARM", b"MRAWREVE"
-# 1.1: a section may end with the part of the model's MTP head (``llama.mtp.tail``)
+# 1.1: a section may end with the part of the model's MTP head (``llama.blobs``)
 # 1.2: a checkpoint of a slot may lie in the main file, and the slot's header says how long the state there is
 MAJOR, MINOR = 1, 2
 ALIGN = 4096

@@ -1,4 +1,5 @@
-"""The context of a model's MTP head, with the same sequences as the model's own.
+"""A model's MTP head: one more block of the model, which guesses the token after the next one, in a context of its own with
+the same sequences as the model's. Decides nothing: ``engine.speculation`` says when to draft.
 
 The head is attention alone, so its sequences can be cut anywhere. It may lag behind the model: see ``Track``. Whatever
 fails here costs only guesses, so nothing is raised: the head forgets the sequence and begins anew where it is.
@@ -16,27 +17,17 @@ from numpy.typing import NDArray
 
 from everwarm.errors import StateRejected
 from everwarm.llama import abi
+from everwarm.llama.batch import BatchArrays, Feed, Tokens
 from everwarm.llama.blobs import HEADER_BYTES, describes_cells, first_position
 from everwarm.llama.lib import Closing, Lib
 from everwarm.types import Blob, SeqId
 
-Tokens = NDArray[np.int32]
 Rows = NDArray[np.float32]
 
 MOST_UNWANTED = (
     1024  # decodes in a row: for each change libllama measures its graphs anew, which takes many steps' time
 )
 MOST_WAITING = 32  # tokens of a sequence that the head has not read
-
-
-class HeadFeed(NamedTuple):
-    """What the model has read of a sequence in its last decode, in the order of its batch."""
-
-    seq: SeqId
-    tokens: Tokens
-    pos: int
-    n_draft: int
-    is_for_head: bool
 
 
 class Due(NamedTuple):
@@ -152,7 +143,8 @@ class Head(Closing):
         self._n_unwanted = 0  # decodes in a row
         self._empty = cold(0, self._width)
         self._tracks = [self._empty] * n_seqs
-        self._batch = _Batch(n_batch, self._width)
+        self._hidden = np.empty((n_batch, self._width), np.float32)
+        self._batch = BatchArrays(n_batch, self._hidden)
         self.n_decodes = 0
 
     # reading
@@ -164,21 +156,21 @@ class Head(Closing):
             self._lib.set_embeddings_nextn(self._target, is_wanted, False)
             self._is_listening = is_wanted
 
-    def read(self, feeds: Sequence[HeadFeed]) -> None:
-        """Takes the rows of the model's last decode."""
+    def read(self, feeds: Sequence[Feed]) -> None:
+        """Takes the rows of the model's last decode, of these feeds in their order."""
         if not any(feed.is_for_head for feed in feeds):
             return
         n = sum(len(feed.tokens) for feed in feeds)
         rows = _floats(self._lib.get_embeddings_nextn(self._target), (n, self._width))
         at, late = 0, []
-        for seq, tokens, pos, n_draft, is_for_head in feeds:
-            after, at = rows[at : at + len(tokens)], at + len(tokens)
-            if not is_for_head:
+        for feed in feeds:
+            after, at = rows[at : at + len(feed.tokens)], at + len(feed.tokens)
+            if not feed.is_for_head:
                 continue
-            track = extended(self._tracks[seq], pos, tokens, after)
-            self._set(seq, track)
-            if not n_draft and len(track.tokens) > MOST_WAITING:
-                late.append((seq, track.known))
+            track = extended(self._tracks[feed.seq], feed.start.pos, feed.tokens, after)
+            self._set(feed.seq, track)
+            if not feed.n_draft and len(track.tokens) > MOST_WAITING:
+                late.append((feed.seq, track.known))
         if late:
             self._catch_up(late)
 
@@ -213,7 +205,11 @@ class Head(Closing):
     def _decode(self, parts: Sequence[_Part]) -> bool:
         n = 0
         for part in parts:
-            n = self._batch.put(n, part)
+            stop = self._batch.place(n, part.seq, part.pos, part.tokens)
+            self._hidden[n:stop] = part.rows
+            if part.wants_guess:
+                self._batch.want(stop - 1)
+            n = stop
         self.n_decodes += 1
         return int(self._lib.decode(self._ptr, self._batch.struct(n))) == 0
 
@@ -386,42 +382,6 @@ class Head(Closing):
         if self._ptr:
             self._lib.free(self._ptr)
             self._ptr = self._mem = None
-
-
-class _Batch:
-    """One batch's arrays: a token, and the row that goes with it."""
-
-    def __init__(self, n_batch: int, width: int) -> None:
-        self._token = np.zeros(n_batch, np.int32)
-        self._pos = np.zeros(n_batch, np.int32)
-        self._seq = np.zeros(n_batch, np.int32)
-        self._wants = np.zeros(n_batch, np.int8)
-        self._ones = np.ones(n_batch, np.int32)
-        self._rows = np.empty((n_batch, width), np.float32)
-        self._pointers = self._seq.ctypes.data + 4 * np.arange(n_batch, dtype=np.uint64)
-        self._struct = abi.Batch(
-            n_tokens=0,
-            token=self._token.ctypes.data_as(abi.i32p),
-            embd=self._rows.ctypes.data_as(abi.f32p),
-            pos=self._pos.ctypes.data_as(abi.i32p),
-            n_seq_id=self._ones.ctypes.data_as(abi.i32p),
-            seq_id=self._pointers.ctypes.data_as(ctypes.POINTER(abi.i32p)),
-            logits=self._wants.ctypes.data_as(abi.i8p),
-        )
-
-    def put(self, at: int, part: _Part) -> int:
-        stop = at + len(part.tokens)
-        self._token[at:stop] = part.tokens
-        self._pos[at:stop] = np.arange(part.pos, part.pos + len(part.tokens))
-        self._seq[at:stop] = part.seq
-        self._rows[at:stop] = part.rows
-        self._wants[at:stop] = 0
-        self._wants[stop - 1] = part.wants_guess
-        return stop
-
-    def struct(self, n: int) -> abi.Batch:
-        self._struct.n_tokens = n
-        return self._struct
 
 
 def _floats(address: int, shape: tuple[int, ...]) -> Rows:

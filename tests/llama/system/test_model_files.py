@@ -14,13 +14,12 @@ import pytest
 
 from everwarm.config import ContextOptions
 from everwarm.errors import ModelChanged, ModelFileError, WeightsTouched
-from everwarm.llama.context import Context, Feed
+from everwarm.llama.batch import Feed
+from everwarm.llama.context import Context
 from everwarm.llama.lib import Lib
 from everwarm.llama.model import Model
-from everwarm.llama.system import file_digest as digest_module
-from everwarm.llama.system import file_watch as watch_module
-from everwarm.llama.system.file_digest import file_digest, file_identity, open_file_digest
-from everwarm.llama.system.file_watch import FileWatch
+from everwarm.llama.system import model_files
+from everwarm.llama.system.model_files import FileWatch, file_digest, file_identity, open_file_digest
 from support.models import tiny_model
 
 CONTENT, OTHER = b"a" * 100_000, b"b" * 100_000
@@ -118,7 +117,7 @@ def test_what_leaves_the_bytes_alone_changes_nothing(files, paths, tmp_path, hea
 
 @pytest.mark.parametrize("size", [0, 50_000, 100_001])
 def test_another_size_needs_no_reading(files, paths, monkeypatch, size: int) -> None:
-    monkeypatch.setattr(watch_module, "read_digest", None)
+    monkeypatch.setattr(model_files, "read_digest", None)
     os.truncate(paths[1], size)
     files.look()
     assert files.is_changed and not files.is_right() and "another size" in files.reason
@@ -129,8 +128,8 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.go_on, self.n_reads = threading.Event(), threading.Event(), 0
-        self._read = digest_module.read_digest
-        monkeypatch.setattr(watch_module, "read_digest", self)
+        self._read = model_files.read_digest
+        monkeypatch.setattr(model_files, "read_digest", self)
 
     def __call__(self, fd: int) -> str:
         self.n_reads += 1
@@ -194,29 +193,29 @@ def test_a_file_that_changed_before_its_digest_was_known_has_none(paths: list[Pa
 
 
 def test_what_is_digested_while_it_changes_is_not_remembered(paths, tmp_path, monkeypatch) -> None:
-    read = digest_module.read_digest
+    read = model_files.read_digest
 
     def changing(fd: int) -> str:
         overwrite(paths[0], OTHER)
         return read(fd)
 
     key = file_identity(paths[0])
-    monkeypatch.setattr(digest_module, "read_digest", changing)
+    monkeypatch.setattr(model_files, "read_digest", changing)
     fd = os.open(paths[0], os.O_RDONLY)
     open_file_digest(fd, paths[0].resolve())
     os.close(fd)
-    assert digest_module.remembered(key) is None and digest_module.remembered(file_identity(paths[0])) is None
+    assert model_files.remembered(key) is None and model_files.remembered(file_identity(paths[0])) is None
 
 
 def test_a_file_that_was_written_just_now_is_waited_for(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one tick of the file system's clock another write would leave no trace."""
     slept: list[float] = []
-    monkeypatch.setattr(digest_module.time, "sleep", slept.append)
+    monkeypatch.setattr(model_files.time, "sleep", slept.append)
     now = paths[0].stat().st_ctime_ns
     fd = os.open(paths[0], os.O_RDONLY)
     for later_ns in (0, 10_000_000, 2_000_000_000, -5_000_000):
-        monkeypatch.setattr(digest_module.time, "time_ns", lambda ns=now + later_ns: ns)
-        digest_module.wait_settled(fd)
+        monkeypatch.setattr(model_files.time, "time_ns", lambda ns=now + later_ns: ns)
+        model_files.wait_settled(fd)
     os.close(fd)
     assert len(slept) == 2 and slept[0] > slept[1] > 0
 
@@ -254,11 +253,9 @@ def test_whoever_still_writes_is_waited_for_and_not_for_ever(files, paths, monke
             n_writes[0] += 1
             paths[0].write_bytes(b"x" * n_writes[0])
 
-    monkeypatch.setattr(watch_module, "time", SimpleNamespace(sleep=tick, monotonic=lambda: clock[0]))
+    monkeypatch.setattr(model_files, "time", SimpleNamespace(sleep=tick, monotonic=lambda: clock[0]))
     files.wait_still(60)
-    assert n_writes[0] == 20 and clock[0] == pytest.approx(
-        20 * watch_module.STILL_STEP_S + watch_module.STILL_S, abs=0.2
-    )
+    assert n_writes[0] == 20 and clock[0] == pytest.approx(20 * model_files.STILL_STEP_S + model_files.STILL_S, abs=0.2)
     n_writes[0] = -10_000
     files.wait_still(3)
     assert clock[0] < 6

@@ -7,9 +7,9 @@ import pytest
 
 from everwarm.config import ContextOptions
 from everwarm.demo.tiny import ARCHITECTURES
+from everwarm.engine import memory_plan
+from everwarm.engine.memory_plan import MemoryShape, free_bytes, measure, require_fit
 from everwarm.errors import BadRequest, ContextTooBig
-from everwarm.llama.system import memory_fit
-from everwarm.llama.system.memory_fit import MemoryShape, free_bytes, measure, require_fit
 from support.steps import KINDS, OPTIONS, SLOT, mark, open_context, read_to, text
 
 
@@ -45,7 +45,7 @@ def test_a_smaller_cache_type_is_measured_smaller(open_tiny: Callable) -> None:
 
 
 def test_a_huge_context_is_refused_with_both_numbers(open_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_fit, "host_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(memory_plan, "host_free_bytes", lambda: 1 << 30)
     huge = ContextOptions(n_ctx=1 << 26, n_seq_max=4)
     with pytest.raises(ContextTooBig) as raised:
         require_fit(open_tiny("llama"), huge)
@@ -60,7 +60,7 @@ def test_a_huge_context_is_refused_with_both_numbers(open_tiny: Callable, monkey
 def test_many_large_states_are_refused_too(open_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_tiny("mamba2")
     state = measure(model, OPTIONS).state_bytes
-    monkeypatch.setattr(memory_fit, "free_bytes", lambda model: 100 * state)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda model: 100 * state)
     require_fit(model, replace(OPTIONS, n_seq_max=99))
     with pytest.raises(ContextTooBig, match="100 sequences"):
         require_fit(model, replace(OPTIONS, n_seq_max=100))
@@ -69,9 +69,9 @@ def test_many_large_states_are_refused_too(open_tiny: Callable, monkeypatch: pyt
 def test_the_limit_is_exact(open_tiny: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     model = open_tiny("qwen35")
     needed = measure(model, OPTIONS).context_bytes(OPTIONS.n_ctx, OPTIONS.n_seq_max + 1)
-    monkeypatch.setattr(memory_fit, "free_bytes", lambda model: needed)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda model: needed)
     require_fit(model, OPTIONS)
-    monkeypatch.setattr(memory_fit, "free_bytes", lambda model: needed - 1)
+    monkeypatch.setattr(memory_plan, "free_bytes", lambda model: needed - 1)
     with pytest.raises(ContextTooBig):
         require_fit(model, OPTIONS)
 
@@ -90,9 +90,9 @@ def test_free_memory_is_the_least_of_what_is_known(monkeypatch: pytest.MonkeyPat
         (None, None, 1 << 62),
         (0, 3, 0),
     ):
-        monkeypatch.setattr(memory_fit, "_meminfo_available", lambda known=machine: known)
-        monkeypatch.setattr(memory_fit, "limited_bytes", lambda known=group: known)
-        assert memory_fit.host_free_bytes() == expected
+        monkeypatch.setattr(memory_plan, "_meminfo_available", lambda known=machine: known)
+        monkeypatch.setattr(memory_plan, "limited_bytes", lambda known=group: known)
+        assert memory_plan.host_free_bytes() == expected
 
 
 def test_the_cost_is_linear_in_tokens_and_sequences() -> None:
