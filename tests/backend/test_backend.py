@@ -16,9 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from everwarm.backend import build_tools, compiling, gpus, installed, source_archive
-from everwarm.backend.build_tools import Tools, find_tools
-from everwarm.backend.compiling import configure_command, share_done
+from everwarm.backend import compiling, installed, source_archive
+from everwarm.backend.compiling import Tools, configure_command, find_tools, share_done
 from everwarm.cli import backend as cli
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.llama.abi import BUILD, WHEEL
@@ -283,7 +282,7 @@ def test_with_an_archive_and_the_tools_nothing_is_asked_of_the_network(path, pin
         raise AssertionError("pip was asked")
 
     monkeypatch.setattr(source_archive, "_download", no_network)
-    monkeypatch.setattr(build_tools, "_pip_install", no_network)
+    monkeypatch.setattr(compiling, "_pip_install", no_network)
     cli.install(kind, archive=pinned, jobs=1)
     assert library_path() == installed.folder_of(kind, BUILD) / "libllama.so"
 
@@ -337,7 +336,7 @@ def wheels(monkeypatch) -> list[str]:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("CUresult CUDAAPI cuMemCreate(int handle);\n")
 
-    monkeypatch.setattr(build_tools, "_pip_install", pip_install)
+    monkeypatch.setattr(compiling, "_pip_install", pip_install)
     return asked
 
 
@@ -443,8 +442,8 @@ def no_smi(monkeypatch) -> None:
 
 
 def said_of(root: Path) -> str | None:
-    found = (gpus.nvidia_gpus(root), gpus.amd_gpus(root))
-    return gpus.unused_gpu(*found, installed.used_kind(), installed.all_backends())
+    found = (installed.nvidia_gpus(root), installed.amd_gpus(root))
+    return installed.unused_gpu(*found, installed.used_kind(), installed.all_backends())
 
 
 @pytest.mark.usefixtures("no_smi")
@@ -463,7 +462,7 @@ def test_a_gpu_without_a_name_is_seen_by_its_device(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidiactl"):
         (tmp_path / "dev" / name).touch()
-    assert gpus.nvidia_gpus(tmp_path) == ["NVIDIA GPU"]
+    assert installed.nvidia_gpus(tmp_path) == ["NVIDIA GPU"]
 
 
 def test_a_build_that_is_there_only_has_to_be_chosen(tmp_path):
@@ -484,13 +483,13 @@ def test_a_build_that_is_there_only_has_to_be_chosen(tmp_path):
 )
 def test_without_the_kernel_module_nvidia_smi_is_asked(path, tmp_path, text, found):
     program(path, "nvidia-smi", text)
-    assert gpus.nvidia_gpus(tmp_path / "wsl") == found
+    assert installed.nvidia_gpus(tmp_path / "wsl") == found
 
 
 def test_a_build_for_gpus_that_sees_none_is_told():
-    assert "cuda build, but it sees no GPU" in str(gpus.blind_build("cuda", 0))
-    assert gpus.blind_build("cuda", 1) is None
-    assert gpus.blind_build("native", 0) is None and gpus.blind_build(None, 0) is None
+    assert "cuda build, but it sees no GPU" in str(installed.blind_build("cuda", 0))
+    assert installed.blind_build("cuda", 1) is None
+    assert installed.blind_build("native", 0) is None and installed.blind_build(None, 0) is None
 
 
 def test_a_library_that_is_the_cuda_build_and_has_no_gpu_is_warned_of(monkeypatch, caplog):

@@ -13,9 +13,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest
 from everwarm.gateway.http.sse import json_response
 from everwarm.ray.fan_out import labelled, merged
-from everwarm.ray.replica_messages import PrefixSet, ProxiedRequest, unpacked
-from everwarm.ray.router_registry import ROUTERS
-from everwarm.ray.scaling import METRIC, ByWaitingTokens, wanted
+from everwarm.ray.replica_messages import METRIC, ROUTERS, ByWaitingTokens, PrefixSet, ProxiedRequest, unpacked, wanted
 from everwarm.ray.settings import read_cluster
 
 WHOLE = """

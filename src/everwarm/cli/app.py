@@ -148,11 +148,11 @@ def _serve_many(source: str, options: ServeOptions, console: Console) -> int:
 
 
 def _tell_unused_gpu(console: Console) -> None:
-    from everwarm.backend import gpus, installed
+    from everwarm.backend import installed
 
     if not os.environ.get("EVERWARM_LIBLLAMA") and sys.platform == "linux":  # on macOS the wheel has Metal
-        nvidia, amd = gpus.nvidia_gpus(), gpus.amd_gpus()
-        told = gpus.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
+        nvidia, amd = installed.nvidia_gpus(), installed.amd_gpus()
+        told = installed.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
         if told is not None:
             console.print(told, style="yellow", markup=False, highlight=False)
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from everwarm.backend import build_tools, compiling, installed, source_archive
+from everwarm.backend import compiling, installed, source_archive
 from everwarm.backend.installed import Kind
 from everwarm.config import default_threads, require, size_text
 from everwarm.llama.abi import BUILD
@@ -62,7 +62,7 @@ def install(
     console = Console(stderr=True)
     with _progress(console, kind) as progress:
         # what is missing is said before the download
-        tools = build_tools.find_tools(kind, installed.backends_directory() / ".tools", progress)
+        tools = compiling.find_tools(kind, installed.backends_directory() / ".tools", progress)
         source = archive or _fetched(progress)
         place = compiling.install(
             kind,
@@ -78,13 +78,13 @@ def install(
     console.print(f"libllama {BUILD} for {kind} is in {place}, and is used from now on", highlight=False, markup=False)
 
 
-def _fetched(progress: build_tools.Progress) -> Path:
+def _fetched(progress: compiling.Progress) -> Path:
     progress("fetching the source", 0.0)
     return source_archive.fetch(installed.backends_directory() / ".source")
 
 
 @contextmanager
-def _progress(console: Console, kind: Kind) -> Iterator[build_tools.Progress]:
+def _progress(console: Console, kind: Kind) -> Iterator[compiling.Progress]:
     """A bar in a terminal; elsewhere a line for each tenth."""
     if not console.is_terminal:
         told: set[tuple[str, int]] = set()

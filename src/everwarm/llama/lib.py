@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from everwarm.backend import gpus, installed
+from everwarm.backend import installed
 from everwarm.errors import ModelError, ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.media import mtmd_abi
@@ -214,7 +214,7 @@ def warn_of_blind_build(lib: Lib) -> None:
     """A build for GPUs that sees none computes on the CPU, which is slow and easily overlooked."""
     used = installed.used_kind()
     if used is not None and lib.path == installed.folder_of(used, abi.BUILD) / installed.LIBRARY:
-        told = gpus.blind_build(used, sum(device.is_gpu for device in devices(lib)))
+        told = installed.blind_build(used, sum(device.is_gpu for device in devices(lib)))
         if told is not None:
             log.warning("%s", told)
 

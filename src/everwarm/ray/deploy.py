@@ -21,7 +21,7 @@ from everwarm.ray.ray_api import (
     serve,
 )
 from everwarm.ray.replica import Replica
-from everwarm.ray.scaling import ByWaitingTokens
+from everwarm.ray.replica_messages import ByWaitingTokens
 from everwarm.ray.settings import ClusterSettings, ModelSettings, ReplicasTable, read_cluster
 
 APP = "everwarm"

@@ -12,8 +12,7 @@ from starlette.responses import Response
 
 from everwarm.gateway.admin.metrics import CONTENT_TYPE
 from everwarm.gateway.http.sse import json_response
-from everwarm.ray.replica_messages import ProxiedRequest
-from everwarm.ray.router_registry import replicas_of
+from everwarm.ray.replica_messages import ProxiedRequest, replicas_of
 
 LISTS = {"/v1/models": "data", "/models": "data", "/api/tags": "models", "/api/ps": "models"}
 _SAMPLE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})? (\S+.*)$")

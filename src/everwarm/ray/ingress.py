@@ -24,8 +24,7 @@ from everwarm.gateway.http.sse import json_response
 from everwarm.logs import log_to_stderr
 from everwarm.ray.fan_out import merged
 from everwarm.ray.ray_api import Died
-from everwarm.ray.replica_messages import REPLICA_HEADER, ProxiedHead, ProxiedRequest, kept_response
-from everwarm.ray.router_registry import end, note
+from everwarm.ray.replica_messages import REPLICA_HEADER, ProxiedHead, ProxiedRequest, end, kept_response, note
 from everwarm.ray.settings import ClusterSettings
 
 log = logging.getLogger("everwarm.ray")

@@ -25,13 +25,13 @@ from everwarm.logs import log_to_stderr
 from everwarm.ray.ray_api import serve
 from everwarm.ray.replica_messages import (
     BYTES_PER_TOKEN,
+    METRIC,
     REPLICA_HEADER,
     PrefixSet,
     ProxiedHead,
     ProxiedRequest,
     kept_response,
 )
-from everwarm.ray.scaling import METRIC
 from everwarm.ray.settings import ModelSettings
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import PoolLimits

@@ -1,16 +1,20 @@
-"""What the ingress, its routers and the replicas tell each other: one HTTP request, the parts of its answer, and the keys
-of the prefixes that a replica has cached.
+"""What the ingress, its routers, the autoscaler and the replicas tell each other. Knows no Ray.
 
-Plain values of built-in types, because Ray serializes them. Pure: knows no Ray.
+Between processes that is one HTTP request, the parts of its answer, the keys of the prefixes that a replica has cached, and
+how much waits there, of which follows how many replicas there should be: plain values of built-in types, because Ray
+serializes them. In the process of an ingress it is what its routers are asked and told; they register here and not in their
+own module, because Serve copies a router's class together with everything in that.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from everwarm.gateway.chat.prefix_keys import NOTHING, Prefixes, response_key
 
@@ -18,6 +22,7 @@ RESPONSES = "/v1/responses"
 _RESPONSE_ID = re.compile(rb'"id":\s*"(resp_[0-9A-Za-z_-]{1,128})"')
 REPLICA_HEADER = b"x-everwarm-replica"
 BYTES_PER_TOKEN = 4  # of JSON text, roughly: only for guesses
+METRIC = "waiting_tokens"  # what a replica reports of itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +88,42 @@ class PrefixSet:
 def unpacked(data: bytes) -> tuple[int, ...]:
     """The keys in ``packed``; none if the data is no whole number of keys."""
     return struct.unpack(f"<{len(data) // 8}Q", data) if len(data) % 8 == 0 else ()
+
+
+ROUTERS: dict[str, Any] = {}  # each is a WarmRouter of ``routing``, which is untyped as Ray is
+
+
+def replicas_of(deployment: str) -> list[str]:
+    router = ROUTERS.get(deployment)
+    return [] if router is None else list(router.names)
+
+
+def note(deployment: str, replica: str, key: int) -> None:
+    """Tell the router that a replica has this prefix, sooner than the replica publishes it."""
+    router = ROUTERS.get(deployment)
+    if router is not None:
+        router.note(replica, (key,))
+
+
+def end(deployment: str, request_id: str) -> None:
+    """Tell the router that a request has its answer, so that it no longer counts as waiting time."""
+    router = ROUTERS.get(deployment)
+    if router is not None:
+        router.end(request_id)
+
+
+def wanted(n_waiting_tokens: float, n_requests: float, tokens_per_replica: int, slots_per_replica: int) -> int:
+    """Enough to read what waits, and to have a slot for every request."""
+    return max(math.ceil(n_waiting_tokens / tokens_per_replica), math.ceil(n_requests / slots_per_replica))
+
+
+class ByWaitingTokens:
+    def __init__(self, tokens_per_replica: int, slots_per_replica: int) -> None:
+        self._tokens_per_replica = tokens_per_replica
+        self._slots_per_replica = slots_per_replica
+
+    def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
+        reported = (context.aggregated_metrics or {}).get(METRIC) or {}
+        n_waiting = sum(reported.values())
+        n_requests = context.total_num_requests
+        return wanted(n_waiting, n_requests, self._tokens_per_replica, self._slots_per_replica), {}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from everwarm.ray import router_registry
+from everwarm.ray import replica_messages
 from everwarm.ray.ray_api import RequestRouter
 from everwarm.ray.replica_messages import ProxiedRequest, unpacked
 from everwarm.router.replica_score import Holdings, ReadingQueue, ReplicaLoad, choose
@@ -47,7 +47,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
         self._stats_every_s = stats_every_s
         self._holdings = Holdings()
         self._seen: dict[str, ReplicaPrefixes] = {}
-        router_registry.ROUTERS[self._deployment_id.name] = self
+        replica_messages.ROUTERS[self._deployment_id.name] = self
 
     @property
     def names(self) -> list[str]:
