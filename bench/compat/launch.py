@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.compat.stand_ins import stand_in
-from everwarm.cli.flags.llama_flags import ROWS
-from everwarm.cli.flags.llama_line import our_line
-from everwarm.cli.serve_options import ServeOptions
+from everwarm.cli.flags.llama_flags import ROWS, our_line
+from everwarm.cli.flags.serve_options import ServeOptions
 from everwarm.errors import BadRequest
 
 Flag = tuple[str, ...]  # with its value, where it has one

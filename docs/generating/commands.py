@@ -89,7 +89,7 @@ def serve_page() -> str:
     for flag in serve_flags():
         groups.setdefault("Which model" if flag.group in _PLAIN_GROUPS else flag.group, []).append(flag)
     parts = [
-        written_by("src/everwarm/cli/serve_options.py"),
+        written_by("src/everwarm/cli/flags/serve_options.py"),
         "# Flags of `everwarm serve`\n",
         "Every flag can be given in three ways. The first that says something wins:\n",
         "1. on the command line: `--ctx-size 65536`;\n"

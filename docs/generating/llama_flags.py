@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from everwarm.cli.flags.llama_flags import ROWS, Row
-from everwarm.cli.flags.llama_line import declared
-from everwarm.cli.serve_options import ServeOptions
+from everwarm.cli.flags.llama_flags import ROWS, Row, declared
+from everwarm.cli.flags.serve_options import ServeOptions
 from generating.markdown import code, prose, table
 
 BEGIN = "<!-- The table is written by docs/generate.py from src/everwarm/cli/flags/llama_flags.py: change it there. -->"

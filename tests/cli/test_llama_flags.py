@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from everwarm.cli.app import app
-from everwarm.cli.flags.llama_flags import ROWS, Row
-from everwarm.cli.flags.llama_line import declared, from_environment, our_line, unknown_variables
-from everwarm.cli.serve_options import ServeOptions
+from everwarm.cli.flags.llama_flags import ROWS, Row, declared, from_environment, our_line, unknown_variables
+from everwarm.cli.flags.serve_options import ServeOptions
 from everwarm.errors import BadRequest
 from everwarm.gateway.settings import ServerSettings
 

@@ -7,7 +7,7 @@ import pytest
 from gguf import GGUFReader
 
 from everwarm.demo.tiny import TinySpec, projector_path, write_tiny, write_tiny_projector
-from everwarm.demo.tiny.vocab import N_BASE_TOKENS
+from everwarm.demo.tiny.plans import N_BASE_TOKENS
 
 ARCHS = ("qwen35", "gemma3")
 

@@ -9,7 +9,7 @@ import pytest
 
 from everwarm.config import ModelOptions
 from everwarm.demo.tiny import ARCHITECTURES
-from everwarm.demo.tiny.vocab import CHAT_TEMPLATE
+from everwarm.demo.tiny.plans import CHAT_TEMPLATE
 from everwarm.errors import ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.context import Context

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from everwarm.cli.app import app
-from everwarm.cli.flags.llama_line import declared
-from everwarm.cli.serve_options import ServeOptions
+from everwarm.cli.flags.llama_flags import declared
+from everwarm.cli.flags.serve_options import ServeOptions
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -40,7 +40,6 @@ SHARED_MODULE_NAMES = {
     "models": "cli.models has the commands, gateway.admin.models the routes",
     "prewarm": "the gateway offers the next turn, the engine reads it in idle time",
     "settings": "one per process",
-    "vocab": "llama.vocab asks libllama, demo.tiny.vocab makes up a vocabulary",
 }
 SHARED_CLASS_NAMES: dict[str, str] = {}
 

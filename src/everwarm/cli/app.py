@@ -19,10 +19,9 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from everwarm import __version__
-from everwarm.cli.flags.llama_line import from_environment, our_line, unknown_variables
-from everwarm.cli.flags.option_groups import HELP_ALL
-from everwarm.cli.help_page import HELP_ENV, LineFormatter
-from everwarm.cli.serve_options import DEFAULTS, ServeOptions, listed
+from everwarm.cli.flags.llama_flags import from_environment, our_line, unknown_variables
+from everwarm.cli.flags.serve_options import DEFAULTS, ServeOptions, listed
+from everwarm.cli.help_page import HELP_ALL, HELP_ENV, LineFormatter
 from everwarm.config import require
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import BadRequest, EverwarmError

@@ -1,5 +1,7 @@
-"""How ``--help`` looks: a line per option, under headings. What does not fit into the line is left out, unless
-``--help-all`` asks for it; with ``--help-env`` the line has the environment variable."""
+"""How ``--help`` looks: a line per option, under headings. What does not fit into the line is left out, and so are the
+headings of rarely needed flags, unless ``--help-all`` asks for them; with ``--help-env`` the line has the environment
+variable.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,22 @@ import re
 import sys
 import textwrap
 
+from cyclopts import Group
 from cyclopts.help import HelpEntry, HelpPanel
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from everwarm.cli.flags.option_groups import HELP_ALL
+HELP_ALL = "--help-all"
+_SHOWS_ALL = HELP_ALL in sys.argv
 
+NETWORK = Group("Network", sort_key=0)
+MODELS = Group("Many models", sort_key=1)
+MEMORY = Group("Context and memory", sort_key=2)
+COMPUTE = Group("Compute", sort_key=3)
+CHECKPOINTS = Group("Checkpoints", sort_key=4)
+REQUESTS = Group("Defaults of requests", sort_key=5, show=_SHOWS_ALL)
+PLACEMENT = Group("Where weights lie", sort_key=6, show=_SHOWS_ALL)
+ROPE = Group("RoPE and YaRN", sort_key=7, show=_SHOWS_ALL)
 HELP_ENV = "--help-env"
 _NAMES_WIDTH = 26
 _MOST_CHOICES = 24  # characters; longer lists are in the reference

@@ -18,7 +18,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
 from everwarm.gateway.access.auth import read_key_file
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.catalog.gguf_names import LATEST
+from everwarm.router.catalog.gguf_files import LATEST
 from everwarm.router.catalog.models_file import (
     ModelTable,
     Text,

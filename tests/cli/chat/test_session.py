@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from everwarm.cli.chat.conversation import Conversation, ReplyCost, summary
+from everwarm.cli.chat.chat_server import ReplyCost
+from everwarm.cli.chat.session import Conversation, summary
 from everwarm.cli.chat.terminal import settled
 from everwarm.errors import BadRequest
 from support.server import run_cli, serving

@@ -13,10 +13,9 @@ from everwarm.config import ModelOptions
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.errors import BadRequest, ModelFileError
 from everwarm.llama.model import Model
-from everwarm.router.catalog import hub, scan
+from everwarm.router.catalog import gguf_files, hub
 from everwarm.router.catalog.catalog import Catalog, ModelSpec, discover
-from everwarm.router.catalog.gguf_names import groups, projector_for, quant_of, tagged, without_quant
-from everwarm.router.catalog.scan import UnusableFile
+from everwarm.router.catalog.gguf_files import UnusableFile, groups, projector_for, quant_of, tagged, without_quant
 from everwarm.state.policy import CheckpointParams
 from support import ggufs
 from support.models import EMBEDDED, tiny_model
@@ -67,12 +66,16 @@ def test_links_are_followed_and_circles_are_not(tmp_path: Path) -> None:
 
 
 def test_very_deep_folders_are_left_alone(tmp_path: Path) -> None:
-    put(tmp_path, "/".join("x" * scan.MAX_DEPTH) + "/seen.gguf", "/".join("x" * scan.MAX_DEPTH) + "/y/unseen.gguf")
+    put(
+        tmp_path,
+        "/".join("x" * gguf_files.MAX_DEPTH) + "/seen.gguf",
+        "/".join("x" * gguf_files.MAX_DEPTH) + "/y/unseen.gguf",
+    )
     assert set(found(tmp_path).specs) == {"seen"}
 
 
 def test_too_many_folders_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "MAX_FOLDERS", 3)
+    monkeypatch.setattr(gguf_files, "MAX_FOLDERS", 3)
     put(tmp_path, "a.gguf", *(f"f{i}/m{i}.gguf" for i in range(9)))
     catalog = found(tmp_path)
     assert "a" in catalog.specs and "more than 3 folders; the rest was not looked at" in catalog.notes[0]
@@ -113,7 +116,7 @@ def test_a_folder_that_cannot_be_listed_is_said(tmp_path: Path, monkeypatch: pyt
             raise PermissionError(13, "Permission denied")
         return scandir(path)
 
-    monkeypatch.setattr(scan.os, "scandir", refusing)
+    monkeypatch.setattr(gguf_files.os, "scandir", refusing)
     catalog = found(tmp_path)
     assert set(catalog.specs) == {"a"} and catalog.notes == ("the folder sub cannot be read: Permission denied",)
 
@@ -263,7 +266,7 @@ def test_looking_again_finds_what_came_and_misses_what_went(tmp_path: Path) -> N
 
 def test_a_file_that_goes_while_we_look_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, "a.gguf", "b.gguf")
-    read = scan.read_header
+    read = gguf_files.read_header
 
     def vanishing(path: Path) -> Any:
         header = read(path)
@@ -271,7 +274,7 @@ def test_a_file_that_goes_while_we_look_is_broken(tmp_path: Path, monkeypatch: p
             path.unlink()
         return header
 
-    monkeypatch.setattr(scan, "read_header", vanishing)
+    monkeypatch.setattr(gguf_files, "read_header", vanishing)
     catalog = found(tmp_path)
     assert set(catalog.specs) == {"b"} and "cannot be read: No such file" in reasons(catalog)["a"]
 

@@ -5,7 +5,7 @@ import pytest
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest
 from everwarm.router.catalog.catalog import discover
-from everwarm.router.catalog.preset_file import models_of
+from everwarm.router.catalog.models_file import models_of
 from support.models import tiny_model
 
 WHOLE = """

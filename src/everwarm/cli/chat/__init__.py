@@ -1,5 +1,5 @@
 """``everwarm chat``: a chat in the terminal that shows what was reused.
 
-``session`` is the loop: it asks, sends and obeys commands. ``conversation`` has the messages and what was measured,
-``chat_server`` talks to a server or starts one, ``terminal`` reads lines and shows replies.
+``session`` is the loop: it asks, sends, obeys commands, and keeps the messages. ``chat_server`` talks to a server or starts
+one, ``terminal`` reads lines and shows replies.
 """

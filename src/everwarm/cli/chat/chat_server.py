@@ -17,12 +17,28 @@ from dataclasses import dataclass
 from types import FrameType
 from urllib.parse import urlsplit
 
-from everwarm.cli.chat.conversation import ReplyCost
 from everwarm.errors import BadRequest, EverwarmError
 from everwarm.gateway.client import Client
 from everwarm.types import Json
 
 _ANSWER_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyCost:
+    """What one reply took."""
+
+    n_reused: int
+    n_read: int
+    n_written: int
+    first_s: float
+    tokens_per_second: float
+
+    def text(self) -> str:
+        return (
+            f"reused {self.n_reused:,}, read {self.n_read:,} tokens · first token after {1e3 * self.first_s:,.0f} ms · "
+            f"{self.tokens_per_second:.1f} tokens/s"
+        )
 
 
 @dataclass(frozen=True, slots=True)

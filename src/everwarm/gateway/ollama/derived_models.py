@@ -18,7 +18,7 @@ from msgspec import Meta
 from everwarm.errors import BadRequest, EverwarmError, NotFound, NotSupported
 from everwarm.gateway.ollama.schema import NamedBody, OllamaBody, OllamaChat, OllamaGenerate, OllamaMessage
 from everwarm.gateway.openai.schema import Name
-from everwarm.router.catalog.gguf_names import LATEST
+from everwarm.router.catalog.gguf_files import LATEST
 from everwarm.router.pool import Pool
 from everwarm.state.store.files import Files, make_folder
 from everwarm.types import Json

@@ -13,9 +13,8 @@ from everwarm.gateway.ollama.derived_models import DerivedModel
 from everwarm.gateway.parsing.reasoning import detect_reasoning
 from everwarm.gateway.parsing.tool_parser import detect_tools
 from everwarm.router.catalog.catalog import ModelSpec
+from everwarm.router.catalog.gguf_files import ModelFile, one_file, quant_of, tagged
 from everwarm.router.catalog.gguf_header import read_text
-from everwarm.router.catalog.gguf_names import quant_of, tagged
-from everwarm.router.catalog.scan import ModelFile, one_file
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Standing
 from everwarm.types import Json

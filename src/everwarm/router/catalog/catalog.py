@@ -16,9 +16,9 @@ from typing import Literal
 from everwarm.config import EMBEDDING_ARCHITECTURES, cache_directory, require
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, ModelFileError
-from everwarm.router.catalog import hub, scan
+from everwarm.router.catalog import gguf_files, hub
+from everwarm.router.catalog.gguf_files import LATEST, ModelFile, UnusableFile
 from everwarm.router.catalog.gguf_header import GgufHeader, read_header
-from everwarm.router.catalog.gguf_names import LATEST
 from everwarm.router.catalog.memory_estimate import loaded_bytes
 from everwarm.router.catalog.models_file import (
     INI,
@@ -29,7 +29,6 @@ from everwarm.router.catalog.models_file import (
     read_models_file,
     speaking_of,
 )
-from everwarm.router.catalog.scan import ModelFile, UnusableFile
 
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -166,14 +165,14 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
         return _from_hub(source, defaults, resolve)
     path = Path(source).expanduser()
     if path.is_dir():
-        listing = scan.scan(path)
+        listing = gguf_files.scan(path)
         shelf = _Shelf()
         shelf.put_all(listing.models, defaults)
         return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")
     if path.suffix.lower() in (".toml", INI):
         return _Configured(path, defaults, resolve, state_dir).catalog()
-    spec = _spec(scan.one_file(path), defaults, "file")
+    spec = _spec(gguf_files.one_file(path), defaults, "file")
     return Catalog({spec.id: spec}, default=spec.id)
 
 
@@ -192,14 +191,14 @@ def _hub_spec(model: hub.HubModel, defaults: EngineSettings) -> ModelSpec:
 
 
 def _hub_file(model: hub.HubModel) -> ModelFile:
-    return replace(scan.one_file(model.path), id=model.id, mmproj=model.mmproj)
+    return replace(gguf_files.one_file(model.path), id=model.id, mmproj=model.mmproj)
 
 
 def _spec(file: ModelFile, settings: EngineSettings, source: Source) -> ModelSpec:
     if settings.embedding is None and makes_embeddings(file.header):
         settings = replace(settings, embedding="auto")
     beside = [Path(adapter) for adapter, _ in settings.model.lora] + ([file.mmproj] if file.mmproj else [])
-    n_bytes = loaded_bytes(file.header, file.n_bytes, settings) + sum(map(scan.size_bytes, beside))
+    n_bytes = loaded_bytes(file.header, file.n_bytes, settings) + sum(map(gguf_files.size_bytes, beside))
     return ModelSpec(
         id=file.id,
         path=file.path,
@@ -240,7 +239,7 @@ class _Configured:
         self._state_dir = state_dir
         self._file, self._tables = read_models_file(path)
         directory = self._file.directory
-        self._listing = scan.scan(below(self._base, directory)) if directory else scan.Listing()
+        self._listing = gguf_files.scan(below(self._base, directory)) if directory else gguf_files.Listing()
         self._owners: dict[str, str] = {}  # of every id and alias
 
     def catalog(self) -> Catalog:
@@ -285,7 +284,7 @@ class _Configured:
 
     def _file_of(self, name: str, table: ModelTable) -> tuple[ModelFile, Source]:
         if table.path is not None:
-            return scan.one_file(below(self._base, table.path)), "config"
+            return gguf_files.one_file(below(self._base, table.path)), "config"
         if table.hf is not None:
             return _hub_file(self._resolve(table.hf)), "hub"
         found = self._listed(name)
@@ -307,7 +306,7 @@ class _Configured:
 
 def _text(path: Path) -> str:
     """A chat template."""
-    if scan.size_bytes(path) > MAX_TEMPLATE_BYTES:
+    if gguf_files.size_bytes(path) > MAX_TEMPLATE_BYTES:
         raise ModelFileError(f"the template {path.name} has more than {MAX_TEMPLATE_BYTES} bytes")
     try:
         return path.read_text("utf-8")

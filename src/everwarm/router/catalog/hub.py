@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from everwarm.config import require
 from everwarm.errors import ModelFileError
-from everwarm.router.catalog.gguf_names import LATEST, Group, choose, groups, is_gguf, is_projector, projector_for
+from everwarm.router.catalog.gguf_files import LATEST, Group, choose, groups, is_gguf, is_projector, projector_for
 
 log = logging.getLogger("everwarm.router")
 
