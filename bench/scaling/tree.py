@@ -9,8 +9,8 @@ import numpy as np
 from bench.measure import least_cpu_s
 from bench.scaling.fit import Curve, Growth
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import N_LEAST, Hand, WeighingFacts, weigh
 from everwarm.state.policy import CutKind, EvictionChoice, choose
+from everwarm.state.ram_eviction import N_LEAST, Hand, WeighingFacts, weigh
 from everwarm.state.returns import MAX_VISITS, Continuation, Returns
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, assumed_returns, thin, victims
+from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
 SCALES = WeighingFacts(100.0, 1.0, True, False, frozenset(), {}, assumed_returns)

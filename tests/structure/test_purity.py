@@ -28,7 +28,7 @@ MUST_BE_PURE = (
     "router.plan",
     "router.replica_score",
     "simulate.policies",
-    "state.eviction",
+    "state.ram_eviction",
     "state.lineage",
     "state.policy",
 )

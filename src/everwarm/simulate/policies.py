@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy
-from everwarm.state.eviction import N_LEAST
 from everwarm.state.policy import GUARD, NEAR_END, CheckpointParams, Cut, CutKind, Entry, EvictionChoice, Spacing
+from everwarm.state.ram_eviction import N_LEAST
 
 N_UBATCH = 512
 EVERY_N = 1024

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.weightless import weightless
-from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.policy import CutKind, assumed_returns, victims
+from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
 LOW_WATER = 0.97

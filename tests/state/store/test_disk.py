@@ -19,7 +19,7 @@ import pytest
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
 from everwarm.state.store import disk as disk_module
-from everwarm.state.store import eviction_order
+from everwarm.state.store import disk_eviction
 from everwarm.state.store.disk import DirectoryTaken, Disk
 from everwarm.state.store.files import TEMPORARY, Files
 from everwarm.state.store.object import ALIGN, MAX_SECTIONS, Damaged
@@ -853,7 +853,7 @@ def test_a_tier_that_refused_something_heals_when_it_is_probed(open_disk):
 
 
 def test_choosing_a_victim_lets_others_have_the_lock_in_between(open_disk, monkeypatch):
-    monkeypatch.setattr(eviction_order, "MAX_MATCHES", 1)
+    monkeypatch.setattr(disk_eviction, "MAX_MATCHES", 1)
     disk = open_disk(20 * state(1).size)
     n_locked, real, now = [0], disk._victims.advance, [2e9]
     monkeypatch.setattr(disk_module, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))

@@ -1,6 +1,6 @@
 """Eviction from RAM: keeps what the tree holds within its budget of bytes, and each namespace within its share of it.
 
-``state.eviction`` says what everything is worth and ``state.policy`` chooses the victims; here they are dropped, after
+``state.ram_eviction`` says what everything is worth and ``policy.choose`` picks the victims; here they are dropped, after
 what is not on disk yet was handed to the tiers below.
 """
 
@@ -15,8 +15,8 @@ from everwarm.engine.slots import Residents
 from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
-from everwarm.state.eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
 from everwarm.state.ghosts import Eviction
+from everwarm.state.ram_eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
 from everwarm.state.returns import Returns, RunningVisit
 from everwarm.state.tree import Node, Tree
 

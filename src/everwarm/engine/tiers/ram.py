@@ -28,10 +28,10 @@ from everwarm.engine.tiers.pinned_arena import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
-from everwarm.state.eviction import WeighingFacts, weigh
 from everwarm.state.lineage import Chunks, keys, root_key
 from everwarm.state.namespace import is_volatile
 from everwarm.state.policy import CutKind, assumed_returns, victims
+from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.store.arena import Arena, Found
 from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree, pin, unpin
 from everwarm.types import Blob, Mark, Position, TokenCount

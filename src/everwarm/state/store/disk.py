@@ -37,10 +37,9 @@ from numpy.typing import NDArray
 
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import DiskLimits, EvictionCandidates, candidates
 from everwarm.state.lineage import Point, keys, point_of
 from everwarm.state.store.background_pass import BackgroundPass
-from everwarm.state.store.eviction_order import VictimQueue
+from everwarm.state.store.disk_eviction import VictimQueue
 from everwarm.state.store.files import TEMPORARY, Files, make_folder
 from everwarm.state.store.index import INDEX, Index, IndexedObject, RememberedObject
 from everwarm.state.store.object import (
@@ -615,29 +614,35 @@ class Disk:
 
     def _evict(self, spare: frozenset[str], most: int) -> bool:
         """Drops what saves least until at most so many bytes are left; returns whether anything was dropped."""
-        if self._candidates(most) is None:
+        if self._crowded_space() is None and self.n_bytes <= most:
             return False
         self._read_all_headers()
         before = self.counts.n_evicted
-        while (among := self._candidates(most)) is not None and (name := self._next_victim(among, spare)) is not None:
+        while (space := self._crowded_space()) is not None or self.n_bytes > most:
+            name = self._next_victim(space, spare)
+            if name is None:
+                break
             self.counts.n_evicted += 1
             self.drop(name)
         return self.counts.n_evicted > before
 
-    def _candidates(self, most: int) -> EvictionCandidates | None:
+    def _crowded_space(self) -> str | None:
+        """The space that has more than its share of the budget: it evicts its own objects first. None: no space has."""
+        if self._space_share >= 1.0:
+            return None
+        most = self._space_share * self.budget_bytes
         with self._lock:
-            limits = DiskLimits(self.budget_bytes, self._space_share)
-            return candidates(self._objects.largest_space(), self.n_bytes, limits, most)
+            return next((space for space, size in self._objects.largest_space().items() if size > most), None)
 
-    def _next_victim(self, among: EvictionCandidates, spare: frozenset[str]) -> str | None:
+    def _next_victim(self, space: str | None, spare: frozenset[str]) -> str | None:
         """KV that no state needs goes first, then the states that save least."""
         now = time.time()
         with self._lock:
-            stranded = self._objects.stranded(spare, among.space)
+            stranded = self._objects.stranded(spare, space)
         while stranded is None:
             with self._lock:  # released in between: after a long pause there may be much to catch up on
-                if self._victims.advance(among, now):
-                    found = self._victims.choose(among, self.pins.marked, spare, now)
+                if self._victims.advance(space, now):
+                    found = self._victims.choose(space, self.pins.marked, spare, now)
                     return None if found is None else found.name
         return stranded
 

@@ -1,24 +1,25 @@
-"""Which state on disk is evicted next, without looking at every state. Pure: the caller says what time it is.
+"""Eviction from disk: which state goes next, without looking at every state. Pure: the caller says what time it is.
 
-The rule is ``policy.score``, smallest first: seconds saved per byte, times a chance of reuse that falls with the age. All
-scores fall with time, each at its own pace, so the order changes although nothing happens; but two states change places
-at most once. ``EvictionOrder`` is a tournament over the states (a kinetic tournament): every match remembers until when
-its result holds. Adding, changing or removing a state replays the matches on its way to the top, O(log n). Asking for
-the first one replays the matches whose results have expired since; each pair expires at most once, so that is O(log n)
-for each change as well, on average over time.
+The rule is ``policy.score``, smallest first: seconds saved per byte, times a chance of reuse that falls with the age;
+more is not known from the index. ``ranked`` states it plainly, over all states. All scores fall with time, each at its
+own pace, so the order changes although nothing happens; but two states change places at most once. ``EvictionOrder`` is
+a tournament over the states (a kinetic tournament): every match remembers until when its result holds. Adding, changing
+or removing a state replays the matches on its way to the top, O(log n). Asking for the first one replays the matches
+whose results have expired since; each pair expires at most once, so that is O(log n) for each change as well, on
+average over time.
 
-``VictimQueue`` adds pins, spared states and the limits of single spaces.
+``VictimQueue`` adds pins, spared states and the victims of single spaces; ``disk`` asks it and drops them. For eviction
+from RAM see ``state.ram_eviction``.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from everwarm.state.eviction import EvictionCandidates, ranked
 from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import HALF_LIFE_S
+from everwarm.state.policy import HALF_LIFE_S, Entry, assumed_returns, victims
 from everwarm.state.store.index import IndexedObject
 
 MAX_MATCHES = 2000  # that are replayed in one call, because the caller holds a lock
@@ -26,6 +27,24 @@ _NONE = -1
 _NEVER = math.inf
 _ROUNDING = 1e-12  # a result expires earlier by this share of what its time was computed from
 _TICK_S = 1e-6
+
+
+def ranked(
+    objects: Iterable[IndexedObject], space: str | None, pinned: frozenset[Point], now: float, share: float
+) -> list[IndexedObject]:
+    """The states to evict first, in order, up to this share of the bytes: those that save least, and those at pinned
+    points after all others. ``space``: only of this one."""
+    states = [each for each in objects if each.kind == "state" and space in (None, each.space)]
+    entries = [_disk_entry(i, each, pinned, now) for i, each in enumerate(states)]
+    n_bytes = sum(entry.size_bytes for entry in entries)
+    return [states[i] for i in victims(entries, 1 + int(share * n_bytes))]
+
+
+def _disk_entry(i: int, kept: IndexedObject, pinned: frozenset[Point], now: float) -> Entry:
+    """A state saves its whole prompt: what other states would help is not known from the index."""
+    is_pinned = point_of(kept.key, kept.n_items) in pinned
+    age_s = now - kept.used_at
+    return Entry(i, kept.size, float(kept.n_items), assumed_returns(kept.hits, age_s), age_s, pinned=is_pinned)
 
 
 def score(kept: IndexedObject, now: float) -> float:
@@ -195,22 +214,22 @@ class VictimQueue:
             del self._pinned[kept.name]
             self.put(kept, now)
 
-    def advance(self, among: EvictionCandidates, now: float) -> bool:
+    def advance(self, space: str | None, now: float) -> bool:
         """Call it until it is True, then ``choose``."""
-        order = self._orders.get(among.space)
+        order = self._orders.get(space)
         return order is None or order.advance(now)
 
     def choose(
-        self, among: EvictionCandidates, pinned: frozenset[Point], spare: Collection[str], now: float
+        self, space: str | None, pinned: frozenset[Point], spare: Collection[str], now: float
     ) -> IndexedObject | None:
         """The state to evict: the one that saves least, and one at a pinned point only if there is no other."""
         spared: list[IndexedObject] = []
-        while (found := self._first(among, now)) is not None:
+        while (found := self._first(space, now)) is not None:
             is_pinned = point_of(found.key, found.n_items) in pinned
             if not is_pinned and found.name not in spare:
                 break
-            for space in self._spaces(found):
-                self._orders[space].hide(found.name)
+            for own in self._spaces(found):
+                self._orders[own].hide(found.name)
             if is_pinned:
                 self._pinned[found.name] = found
             else:
@@ -218,12 +237,12 @@ class VictimQueue:
         for kept in spared:
             self.put(kept, now)
         if found is None:
-            others = ranked([k for k in self._pinned.values() if k.name not in spare], among, pinned, now, 0.0)
+            others = ranked([k for k in self._pinned.values() if k.name not in spare], space, pinned, now, 0.0)
             found = others[0] if others else None
         return found
 
-    def _first(self, among: EvictionCandidates, now: float) -> IndexedObject | None:
-        order = self._orders.get(among.space)
+    def _first(self, space: str | None, now: float) -> IndexedObject | None:
+        order = self._orders.get(space)
         if order is None:
             return None
         while not order.advance(now):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.eviction import (
+from everwarm.state.policy import CutKind, Entry, assumed_returns, choose, victims
+from everwarm.state.ram_eviction import (
     COPIED,
     MAX_BRANCH,
     MAX_WEIGHED,
@@ -19,7 +20,6 @@ from everwarm.state.eviction import (
     least_parked,
     weigh,
 )
-from everwarm.state.policy import CutKind, Entry, assumed_returns, choose, victims
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import START, SeqId
 

@@ -7,12 +7,11 @@ import random
 
 import pytest
 
-from everwarm.state.eviction import EvictionCandidates, ranked
 from everwarm.state.lineage import Point, point_of
 from everwarm.state.policy import Entry, assumed_returns
 from everwarm.state.policy import score as score_of_policy
-from everwarm.state.store import eviction_order
-from everwarm.state.store.eviction_order import EvictionOrder, VictimQueue, score
+from everwarm.state.store import disk_eviction
+from everwarm.state.store.disk_eviction import EvictionOrder, VictimQueue, ranked, score
 from everwarm.state.store.index import IndexedObject
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -72,13 +71,13 @@ class Life:
 
     def differs(self) -> bool:
         """Whether the queue chooses another one than the plain rule."""
-        among = EvictionCandidates(self.rng.choice([None, None, *SPACES]))
+        space = self.rng.choice([None, None, *SPACES])
         spare = frozenset(self.rng.sample(list(self.plain), min(len(self.plain), self.rng.randrange(3))))
-        listed = ranked(self.plain.values(), among, self.pinned, self.now, 1.0)
+        listed = ranked(self.plain.values(), space, self.pinned, self.now, 1.0)
         wanted = next((kept.name for kept in listed if kept.name not in spare), None)
-        while not self.queue.advance(among, self.now):
+        while not self.queue.advance(space, self.now):
             pass
-        found = self.queue.choose(among, self.pinned, spare, self.now)
+        found = self.queue.choose(space, self.pinned, spare, self.now)
         if found is not None and self.rng.random() < 0.3:
             self.queue.remove(self.plain.pop(found.name))
         return (None if found is None else found.name) != wanted
@@ -94,18 +93,18 @@ def n_differences(seed: int) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_choice_is_that_of_the_plain_rule(seed, monkeypatch):
-    monkeypatch.setattr(eviction_order, "MAX_MATCHES", 3)
+    monkeypatch.setattr(disk_eviction, "MAX_MATCHES", 3)
     assert n_differences(seed) == 0
 
 
 @pytest.mark.parametrize("broken", ["never", "an hour late", "no clock that goes back", "the last of equals"])
 def test_results_that_hold_too_long_would_be_noticed(monkeypatch, broken):
-    real, advance, rank = eviction_order.holds_until, EvictionOrder.advance, EvictionOrder._rank
+    real, advance, rank = disk_eviction.holds_until, EvictionOrder.advance, EvictionOrder._rank
     match broken:
         case "never":
-            monkeypatch.setattr(eviction_order, "holds_until", lambda *_: float("inf"))
+            monkeypatch.setattr(disk_eviction, "holds_until", lambda *_: float("inf"))
         case "an hour late":
-            monkeypatch.setattr(eviction_order, "holds_until", lambda *each: real(*each) + 3600.0)
+            monkeypatch.setattr(disk_eviction, "holds_until", lambda *each: real(*each) + 3600.0)
         case "no clock that goes back":
             monkeypatch.setattr(EvictionOrder, "advance", lambda self, now: advance(self, max(now, self._now)))
         case "the last of equals":

@@ -1,5 +1,9 @@
-"""What may be evicted, and what it is worth: in RAM one pass up the tree, or a part of it, and one pass down; on disk one
-over the index. ``policy`` then chooses what is evicted. Pure: reads the tree and the index, changes nothing.
+"""Eviction from RAM: what every state and segment in the prefix tree is worth. Pure: reads the tree, changes nothing.
+
+What saves the fewest seconds of reading per byte and expected return is evicted first. ``weigh`` fills in an ``Entry``
+for each state and segment, in one pass up the tree, or a part of it, and one pass down; ``Returns.expected`` says what
+comes back. ``policy.choose`` then picks the least valuable, and ``engine.cache.ram_budget`` drops them. For eviction
+from disk see ``store.disk_eviction``.
 """
 
 from __future__ import annotations
@@ -11,9 +15,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from everwarm.state.lineage import Point, point_of
-from everwarm.state.policy import PROVISIONAL, CutKind, Entry, assumed_returns, choose, score, victims
-from everwarm.state.store.index import IndexedObject
+from everwarm.state.policy import PROVISIONAL, CutKind, Entry, choose, score
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 
 MAX_WEIGHED = 384  # nodes at once; a larger tree is swept in parts
@@ -343,49 +345,3 @@ def top_of_branch(node: Node) -> Node | None:
     while node.parent is not None and node.parent.n_below <= most:
         node = node.parent
     return node
-
-
-# on disk
-
-
-@dataclass(frozen=True, slots=True)
-class DiskLimits:
-    budget_bytes: int
-    space_share: float  # of the budget, for each space at most
-
-
-@dataclass(frozen=True, slots=True)
-class EvictionCandidates:
-    """The objects to choose victims from: those of one space, or all."""
-
-    space: str | None
-
-
-def candidates(
-    space_bytes: Mapping[str, int], n_bytes: int, limits: DiskLimits, most: int
-) -> EvictionCandidates | None:
-    """None: at most ``most`` bytes are taken, and no space has more than its share. A space that has more evicts its
-    own objects."""
-    if limits.space_share < 1.0:
-        space, size = max(space_bytes.items(), key=lambda pair: pair[1], default=("", 0))
-        if size > limits.space_share * limits.budget_bytes:
-            return EvictionCandidates(space)
-    return EvictionCandidates(None) if n_bytes > most else None
-
-
-def ranked(
-    objects: Iterable[IndexedObject], among: EvictionCandidates, pinned: frozenset[Point], now: float, share: float
-) -> list[IndexedObject]:
-    """The states to evict first, in order, up to this share of the bytes: those that save least, and those at pinned
-    points after all others."""
-    states = [each for each in objects if each.kind == "state" and among.space in (None, each.space)]
-    entries = [_disk_entry(i, each, pinned, now) for i, each in enumerate(states)]
-    n_bytes = sum(entry.size_bytes for entry in entries)
-    return [states[i] for i in victims(entries, 1 + int(share * n_bytes))]
-
-
-def _disk_entry(i: int, kept: IndexedObject, pinned: frozenset[Point], now: float) -> Entry:
-    """A state saves its whole prompt: what other states would help is not known from the index."""
-    is_pinned = point_of(kept.key, kept.n_items) in pinned
-    age_s = now - kept.used_at
-    return Entry(i, kept.size, float(kept.n_items), assumed_returns(kept.hits, age_s), age_s, pinned=is_pinned)
