@@ -23,7 +23,7 @@ from bench.workload.memory import FORMS, TRACES, trace
 from everwarm.simulate.curves import KNOWN, Curves
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.replay import DEFAULT_NAMES, replay
-from everwarm.simulate.simulated_disk import DiskSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.simulate.trace import TraceTurn
 
 TUNED, HELD_OUT = 1, (509,)
@@ -95,9 +95,9 @@ def measure(cell: Cell, budgets: Sequence[Budget] = RAM_ALONE) -> list[Found]:
 
 
 def _measure(cell: Cell, turns: list[TraceTurn], known: list[SharedPrefix], budget: Budget, whole: int) -> Found:
-    disk = DiskSize(int(budget.disk * whole), DISK_BYTES_PER_S) if budget.disk else None
+    machine = MachineSize(disk_bytes=int(budget.disk * whole), disk_bytes_per_s=DISK_BYTES_PER_S)
     curves, n_ram = KNOWN[cell.curves], int(budget.ram * whole)
-    costs = {name: replay(turns, name, curves, n_ram, known=known, disk=disk) for name in DEFAULT_NAMES}
+    costs = {name: replay(turns, name, curves, n_ram, machine, known) for name in DEFAULT_NAMES}
     reads = {name: cost.n_read for name, cost in costs.items()}
     seconds = {name: cost.seconds for name, cost in costs.items()}
     n_new = sum(each.n_unavoidable for each in known)

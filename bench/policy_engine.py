@@ -27,7 +27,7 @@ from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.oracle import shares
 from everwarm.simulate.replay import DEFAULT_NAMES, replay
-from everwarm.simulate.simulated_device import DeviceSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state.store.arena_file import memory_file
 
@@ -93,8 +93,8 @@ def _compared(turns: list[TraceTurn], share: float) -> str:
         played = play(core, turns)
     finally:
         core.close()
-    device = DeviceSize(SETTINGS.n_slots, N_SPARES, N_CELLS)
-    simulated = {name: replay(played.turns, name, curves, budget, device).reads for name in DEFAULT_NAMES}
+    machine = MachineSize(SETTINGS.n_slots, N_SPARES, N_CELLS)
+    simulated = {name: replay(played.turns, name, curves, budget, machine).reads for name in DEFAULT_NAMES}
     others = [played.hit_rate(reads) for name, reads in simulated.items() if name != "ours"]
     rates = (played.hit_rate(played.reads), played.hit_rate(simulated["ours"]), max(others))
     return " | ".join(f"{100 * rate:.1f}" for rate in rates)

@@ -17,7 +17,7 @@ from bench.workload.arrivals import arrivals_of
 from everwarm.gateway.chat.prefix_keys import prefixes_of
 from everwarm.router.replica_score import Holdings, ReplicaLoad, choose
 from everwarm.simulate.fleet import ROUTINGS, FleetResult, Machine, simulate
-from everwarm.simulate.plot import Axis, Series, line_chart
+from everwarm.simulate.plot import Axis, line_chart
 
 SIZES = (2, 4, 8, 16, 32, 64)
 N_REPLICAS, N_KEYS, N_BOUNDARIES = 64, 10_000, 64
@@ -95,7 +95,7 @@ def _decision() -> None:
 
 def chart(results: list[FleetResult]) -> str:
     names = dict.fromkeys(result.routing for result in results)
-    lines = [Series(n, tuple((r.n_replicas, r.p95_s) for r in results if r.routing == n)) for n in names]
+    lines = {n: [(r.n_replicas, r.p95_s) for r in results if r.routing == n] for n in names}
     x, y = Axis("replicas", is_log=True), Axis("seconds, p95", is_log=True)
     return line_chart("Time to first token, 27B hybrid, simulated", x, y, lines)
 

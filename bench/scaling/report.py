@@ -18,7 +18,7 @@ from bench.scaling import context, disk, slots, tree, turns
 from bench.scaling.fit import TOLERANCE, Curve, Growth
 from everwarm import __version__
 from everwarm.llama import abi
-from everwarm.simulate.plot import Axis, Series, line_chart
+from everwarm.simulate.plot import Axis, line_chart
 
 DOCS = Path(__file__).parents[2] / "docs/benchmarks"
 AXES = {
@@ -143,6 +143,6 @@ def _count(n: float) -> str:
 
 
 def _plot(name: str, curves: Sequence[Curve]) -> str:
-    series = [Series(curve.name, tuple((n, 1e3 * max(s, 1e-7)) for n, s in curve.points)) for curve in curves]
+    lines = {curve.name: [(n, 1e3 * max(s, 1e-7)) for n, s in curve.points] for curve in curves}
     x = Axis(AXES[name], is_log=True, show=_count)
-    return line_chart(f"Costs by {AXES[name]}", x, Axis("milliseconds", is_log=True), series)
+    return line_chart(f"Costs by {AXES[name]}", x, Axis("milliseconds", is_log=True), lines)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.suite.summary import Figures, Row, figures, percent, quantile, spread
-from everwarm.simulate.plot import Axis, Series, line_chart
+from everwarm.simulate.plot import Axis, line_chart
 
 Line = Mapping[str, Any]
 SHARES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -149,23 +149,22 @@ def _misses(lines: Sequence[Line]) -> str:
 def _regret_plot(lines: Sequence[Line], servers: Sequence[str]) -> str:
     names = _scenarios(lines)
     avoidable = figures(_rows(lines, servers[0])).n_avoidable if lines else 0
-    series = []
+    found = {}
     for server in servers:
         each = [figures(_rows(_of(lines, scenario), server)).n_regret for scenario in names]
         points = enumerate(itertools.accumulate(each), 1)
-        series.append(Series(server, tuple((float(i), percent(n, avoidable)) for i, n in points)))
+        found[server] = [(float(i), percent(n, avoidable)) for i, n in points]
     x, y = Axis("scenarios played, numbers as in the table"), Axis("% of all avoidable tokens read again, summed up")
-    return line_chart("What had been read before and was read again", x, y, series)
+    return line_chart("What had been read before and was read again", x, y, found)
 
 
 def _time_plot(lines: Sequence[Line], servers: Sequence[str]) -> str:
-    series = []
+    found = {}
     for server in servers:
         times = [row["ms"] for row in _rows(lines, server) if not row["cancelled"]]
-        points = tuple((100 * share, max(0.1, quantile(times, share))) for share in SHARES) if times else ()
-        series.append(Series(server, points))
+        found[server] = [(100 * share, max(0.1, quantile(times, share))) for share in SHARES] if times else []
     x, y = Axis("% of requests that are answered sooner"), Axis("ms to the first token", is_log=True)
-    return line_chart("Time to the first token", x, y, series)
+    return line_chart("Time to the first token", x, y, found)
 
 
 def _scenarios(lines: Sequence[Line]) -> list[str]:

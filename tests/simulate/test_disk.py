@@ -14,21 +14,20 @@ from everwarm.simulate.curves import LARGE
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import Cost, replay
 from everwarm.simulate.simulated_cache import SimulatedCache
-from everwarm.simulate.simulated_device import DeviceSize
-from everwarm.simulate.simulated_disk import DiskSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.state.policy import Entry, choose
 
 RAM = 2 << 30
 FAST, SLOW = 2e9, 1e7
 LARGE_DISK = 1 << 40
-SMALL = DeviceSize(n_cells=16_384)  # on which the six conversations do not stay
+SMALL_CELLS = 16_384  # in which the six conversations do not stay
 
 
 @cache
 def cost(disk_bytes: int, bytes_per_s: float = FAST, ram: int = RAM) -> Cost:
     turns = trace("in turn", "hinted", 1)[:60]
-    disk = DiskSize(disk_bytes, bytes_per_s) if disk_bytes else None
-    return replay(turns, "ours", LARGE, ram, SMALL, disk=disk)
+    machine = MachineSize(n_cells=SMALL_CELLS, disk_bytes=disk_bytes, disk_bytes_per_s=bytes_per_s)
+    return replay(turns, "ours", LARGE, ram, machine)
 
 
 def test_what_ram_cannot_hold_is_loaded_from_disk():
@@ -51,7 +50,7 @@ def test_a_disk_that_is_little_faster_than_reading_costs_little_time():
 
 @pytest.mark.parametrize("n_bytes", [1 << 30, 4 << 30])
 def test_a_disk_never_holds_more_than_it_can(n_bytes):
-    store = SimulatedCache(OURS, LARGE, RAM, DeviceSize(), DiskSize(n_bytes, FAST))
+    store = SimulatedCache(OURS, LARGE, RAM, MachineSize(disk_bytes=n_bytes, disk_bytes_per_s=FAST))
     for turn in trace("in turn", "hinted", 1)[:40]:
         store.serve(turn)
         assert store._disk is not None and store._disk._tree.ram_bytes <= n_bytes

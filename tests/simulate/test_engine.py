@@ -7,7 +7,7 @@ from bench.workload.scenarios import scenario
 from everwarm.engine.request import Progress
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.replay import replay
-from everwarm.simulate.simulated_device import DeviceSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.simulate.trace import TraceTurn
 from support.drive import open_core, step_until, submit, text, tidy
 from support.drive import run as ask
@@ -41,9 +41,9 @@ def test_the_simulator_reads_what_the_engine_reads(name):
     turns = [to_turn(step, n_vocab=250) for step in scenario(name, seed=1, size=0.02)][:14]
     with open_core(n_slots=2, n_ctx=4096, n_spares=0) as core:
         reads, said = played(core, turns)
-        cost = replay(said, "ours", curves_of(core), MANY_BYTES, DeviceSize(n_slots=2, n_spares=0))
+        cost = replay(said, "ours", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
     assert list(cost.reads) == reads
-    cold = replay(said, "cold", curves_of(core), MANY_BYTES, DeviceSize(n_slots=2, n_spares=0))
+    cold = replay(said, "cold", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
     assert cold.n_read > cost.n_read  # the control: sameness is not because nothing was saved
 
 
@@ -57,5 +57,5 @@ def test_a_cancelled_prompt_goes_on_in_both_where_it_stopped():
         tidy(core)
         n_read = ask(core, tokens, 1).n_processed
         stopped = turn(tokens, stop_at=event.n_read)
-        cost = replay([stopped, turn(tokens)], "ours", curves_of(core), MANY_BYTES, DeviceSize(n_slots=1, n_spares=0))
+        cost = replay([stopped, turn(tokens)], "ours", curves_of(core), MANY_BYTES, MachineSize(n_slots=1, n_spares=0))
     assert cost.reads == (event.n_read, n_read) and n_read < len(tokens)

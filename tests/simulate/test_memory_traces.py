@@ -16,7 +16,7 @@ from everwarm.simulate.oracle import shares
 from everwarm.simulate.policies import OURS, smallest_hole
 from everwarm.simulate.replay import replay
 from everwarm.simulate.simulated_cache import SimulatedCache
-from everwarm.simulate.simulated_device import DeviceSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.tree import Node
@@ -111,8 +111,8 @@ def test_the_engine_reads_what_the_simulator_says_when_memory_is_short(name, for
         open_core(n_slots=2, n_ctx=4096, n_spares=4, ram_bytes=budget, memory=memory.fileno()) as core,
     ):
         played = play(core, turns)
-    device = DeviceSize(n_slots=2, n_spares=4, n_cells=4096)
-    simulated = {policy: replay(played.turns, policy, curves, budget, device).n_read for policy in ("ours", "lru")}
+    machine = MachineSize(n_slots=2, n_spares=4, n_cells=4096)
+    simulated = {policy: replay(played.turns, policy, curves, budget, machine).n_read for policy in ("ours", "lru")}
     n_read = sum(played.reads)
     assert abs(n_read - simulated["ours"]) <= NEAR * played.n_prompt
     assert n_read <= simulated["lru"]

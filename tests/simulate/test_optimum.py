@@ -11,7 +11,7 @@ from everwarm.simulate.oracle import fewest_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import NAMES, replay
 from everwarm.simulate.simulated_cache import LOW_WATER
-from everwarm.simulate.simulated_device import DeviceSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.state.policy import Cut, CutKind
 from support.small_traces import SMALL, STATE, random_turns, turn
 
@@ -44,7 +44,7 @@ def test_the_fewest_tokens_are_the_fewest_of_all_ways(seed, n_states):
 def test_no_policy_reads_less_than_the_optimum(seed, name):
     turns = random_turns(seed)
     for n_states in (0, 1, 3):
-        cost = replay(turns, name, SMALL, n_states * STATE, DeviceSize(n_slots=1, n_spares=0))
+        cost = replay(turns, name, SMALL, n_states * STATE, MachineSize(n_slots=1, n_spares=0))
         held = 33 if name == "fifo-32" else n_states + 1  # its slot keeps its own checkpoints beside the budget
         assert cost.n_read >= fewest_tokens(turns, held)
 
@@ -55,8 +55,8 @@ def test_a_policy_that_keeps_the_wrong_things_is_worse_than_ours_and_ours_worse_
     totals = {"bad": 0, "ours": 0, "optimum": 0}
     for seed in range(60):
         turns = random_turns(seed, n_turns=7)
-        totals["bad"] += replay(turns, bad, SMALL, 8 * STATE, DeviceSize(n_slots=1, n_spares=0)).n_read
-        totals["ours"] += replay(turns, "ours", SMALL, 8 * STATE, DeviceSize(n_slots=1, n_spares=0)).n_read
+        totals["bad"] += replay(turns, bad, SMALL, 8 * STATE, MachineSize(n_slots=1, n_spares=0)).n_read
+        totals["ours"] += replay(turns, "ours", SMALL, 8 * STATE, MachineSize(n_slots=1, n_spares=0)).n_read
         totals["optimum"] += fewest_tokens(turns, 9)
     assert totals["optimum"] < totals["ours"] < totals["bad"]
 
@@ -90,7 +90,7 @@ def test_on_short_conversations_ours_is_within_a_tenth_of_the_optimum():
     """From three states on, which is one for each conversation. The optimum knows the future: no policy can, and with
     fewer states that is most of the difference."""
     totals = {"ours": 0, "spread": 0, "optimum": 0}
-    device = DeviceSize(n_slots=1, n_spares=0)
+    machine = MachineSize(n_slots=1, n_spares=0)
     for make in SHORT.values():
         for seed in range(2):
             turns = make(seed)
@@ -98,5 +98,5 @@ def test_on_short_conversations_ours_is_within_a_tenth_of_the_optimum():
                 budget = 1 + int(n_states * STATE / LOW_WATER)  # a sweep leaves so many
                 totals["optimum"] += fewest_tokens(turns, n_states + 1)
                 for name in ("ours", "spread"):
-                    totals[name] += replay(turns, name, SMALL, budget, device).n_read
+                    totals[name] += replay(turns, name, SMALL, budget, machine).n_read
     assert totals["ours"] <= 1.1 * totals["optimum"] < totals["spread"], totals

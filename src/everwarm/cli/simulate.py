@@ -12,10 +12,9 @@ from rich.console import Console
 from everwarm.config import parse_bytes, require
 from everwarm.simulate.curves import KNOWN, Curves, parse_curves
 from everwarm.simulate.oracle import fewest_tokens, shares
-from everwarm.simulate.plot import Axis, Series, line_chart
+from everwarm.simulate.plot import Axis, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
-from everwarm.simulate.simulated_device import DeviceSize
-from everwarm.simulate.simulated_disk import DiskSize
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
@@ -62,11 +61,11 @@ def simulate(
     optimum
         Also show the fewest tokens that any policy could read with that many states; for traces of few requests.
     """
-    device, disk = _device(slots, spares, ctx_size), _disk(disk_cache, disk_gbps)
+    machine = _machine(slots, spares, ctx_size, disk_cache, disk_gbps)
     budgets = [parse_bytes(text) for text in budget.split(",")]
     model = KNOWN[curves] if curves in KNOWN else parse_curves(Path(curves).read_bytes())
     turns, started = _read(trace, most), time.process_time()
-    costs = sweep(turns, [name.strip() for name in policy.split(",")], model, budgets, device, disk)
+    costs = sweep(turns, [name.strip() for name in policy.split(",")], model, budgets, machine)
     rate = len(costs) * len(turns) / max(1e-9, time.process_time() - started)
     optima = {size: size // model.state_bytes + slots for size in budgets if optimum}
     _print(turns, costs, optima, rate)
@@ -86,17 +85,12 @@ def _print(turns: list[TraceTurn], costs: list[Cost], optima: dict[int, int], ra
     console.print(f"\n{rate:,.0f} requests simulated per second of CPU time", markup=False)
 
 
-def _device(slots: int, spares: int, ctx_size: int) -> DeviceSize:
+def _machine(slots: int, spares: int, ctx_size: int, disk_cache: str, disk_gbps: float) -> MachineSize:
     require(0 < slots <= MAX_SLOTS, f"slots is {slots}; give 1 to {MAX_SLOTS}")
     require(0 <= spares <= MAX_SLOTS, f"spares is {spares}; give 0 to {MAX_SLOTS}")
     require(0 < ctx_size <= MAX_CELLS, f"ctx-size is {ctx_size}; give 1 to {MAX_CELLS}")
-    return DeviceSize(slots, spares, ctx_size)
-
-
-def _disk(disk_cache: str, disk_gbps: float) -> DiskSize | None:
     require(1e-3 <= disk_gbps <= 1e4, f"disk-gbps is {disk_gbps}; give 0.001 to 10000")
-    n_bytes = parse_bytes(disk_cache)
-    return DiskSize(n_bytes, 1e9 * disk_gbps) if n_bytes else None
+    return MachineSize(slots, spares, ctx_size, parse_bytes(disk_cache), 1e9 * disk_gbps)
 
 
 def _read(path: Path, most: int | None) -> list[TraceTurn]:
@@ -113,8 +107,6 @@ def _read(path: Path, most: int | None) -> list[TraceTurn]:
 
 def _chart(costs: list[Cost], curves: Curves) -> str:
     names = dict.fromkeys(cost.policy for cost in costs)
-    lines = [
-        Series(name, tuple(sorted((c.budget_bytes, c.seconds) for c in costs if c.policy == name))) for name in names
-    ]
+    lines = {name: sorted((float(c.budget_bytes), c.seconds) for c in costs if c.policy == name) for name in names}
     x = Axis("RAM for states and KV", is_log=all(cost.budget_bytes > 0 for cost in costs), show=size_text)
     return line_chart(f"{costs[0].n_requests:,} requests, curves of {curves.name}", x, Axis("seconds"), lines)

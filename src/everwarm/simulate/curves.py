@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 
@@ -40,18 +38,12 @@ class Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.read_s(0, 32_768) / 32_768
 
 
-@dataclass(frozen=True, slots=True)
-class _Range:
-    low: float
-    high: float
-
-
-_MOST = {
-    "state_bytes": _Range(1, 1 << 40),
-    "kv_bytes_per_token": _Range(0, 1 << 30),
-    "load_bytes_per_s": _Range(1, 1e15),
-    "logits_bytes": _Range(0, 1 << 30),
-    "segment_bytes": _Range(0, 1 << 30),
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "state_bytes": (1, 1 << 40),
+    "kv_bytes_per_token": (0, 1 << 30),
+    "load_bytes_per_s": (1, 1e15),
+    "logits_bytes": (0, 1 << 30),
+    "segment_bytes": (0, 1 << 30),
 }
 
 # A 27B hybrid at Q8_0 on an H200: 26,549 tokens in 9.2 s, 149.6 MiB of state, 64 KiB of KV per token, 22 ms to set a state.
@@ -69,9 +61,9 @@ def parse_curves(text: bytes) -> Curves:
         curves = msgspec.json.decode(text, type=Curves)
     except msgspec.MsgspecError as error:
         raise BadRequest(f"the curves cannot be read: {error}") from None
-    for name, most in _MOST.items():
+    for name, (low, high) in _BOUNDS.items():
         value = getattr(curves, name)
-        require(most.low <= value <= most.high, f"{name} is {value}; give {most.low:g} to {most.high:g}")
+        require(low <= value <= high, f"{name} is {value}; give {low:g} to {high:g}")
     depths = [depth for depth, _ in curves.prefill]
     require(
         bool(depths) and depths == sorted(set(depths)) and depths[0] >= 0, "prefill needs pairs with growing depths"

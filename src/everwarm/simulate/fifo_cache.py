@@ -1,9 +1,9 @@
 """What llama-server does with a trace: checkpoints belong to a slot, at most 32, and the oldest go.
 
 They are taken where messages of the user begin (the last one, and others 8192 tokens after the one before) and near the
-prompt's end. When a request starts, the other slots' prompts are copied to a cache of whole prompts, oldest out first, each
-with all its KV, and so is one that loses its slot; one that was taken out of there is in there no more. Nothing outlives
-the process. Read off build b11549; that there is no checkpoint right after an image is left out here. Pure.
+prompt's end. When a request starts, the other slots' prompts are copied to a cache of whole prompts, oldest out first,
+each with all its KV, and so is one that loses its slot; one that was taken out of there is in there no more. Nothing
+outlives the process. Read off build b11549; that there is no checkpoint right after an image is left out here. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
-from everwarm.simulate.simulated_cache import HeldState, Outcome
+from everwarm.simulate.simulated_cache import Outcome
 from everwarm.simulate.trace import TraceTurn
 
 MAX_CHECKPOINTS = 32
@@ -40,7 +40,8 @@ class _FifoSlot:
 
 class FifoMemory:
     def __init__(self, curves: Curves, budget: int, n_slots: int) -> None:
-        self.held = HeldState()
+        self.most_bytes = 0  # that were held at once
+        self.written_bytes = 0
         self._curves = curves
         self._budget = budget
         self._slots = [_FifoSlot() for _ in range(n_slots)]
@@ -52,7 +53,7 @@ class FifoMemory:
         return 0  # llama-server keeps nothing on disk by itself
 
     @property
-    def held_bytes(self) -> int:
+    def _held_bytes(self) -> int:
         """Cached prompts, and the checkpoints of those that have a slot."""
         return self._cached() + sum(len(slot.points) for slot in self._slots) * self._curves.state_bytes
 
@@ -75,7 +76,7 @@ class FifoMemory:
         n_past, from_point = self._restore(slot, turn.prompt)
         self._read(slot, turn, n_past)
         slot.prompt, slot.used_at = turn.path_from(n_past), turn.at_s
-        self.held.most = max(self.held.most, self.held_bytes)
+        self.most_bytes = max(self.most_bytes, self._held_bytes)
         loaded += self._curves.state_bytes if from_point else 0
         return Outcome(turn.prompt.n_tokens(n_past), turn.prompt.n_tokens(max(n_past, turn.n_stop)), loaded)
 
@@ -101,7 +102,7 @@ class FifoMemory:
         while self._cache and self._cached() + size > self._budget:
             self._cache.pop(0)
         self._cache.append(_FifoSlot(slot.prompt, list(slot.points)))
-        self.held.written += size - len(slot.points) * self._curves.state_bytes
+        self.written_bytes += size - len(slot.points) * self._curves.state_bytes
 
     def _take_out(self, slot: _FifoSlot, prompt: Prompt) -> int:
         """Load the cached prompt that is most like this one, if it beats what the slot holds; returns its bytes."""
@@ -162,7 +163,7 @@ class FifoMemory:
             slot.points = self._spaced(slot.points)
         slot.points = [p for p in slot.points[-(MAX_CHECKPOINTS - 1) :] if p[0] != at]
         slot.points.append((at, self._request))
-        self.held.written += self._curves.state_bytes
+        self.written_bytes += self._curves.state_bytes
 
     def _spaced(self, points: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The checkpoints without those of earlier requests that are too close to another, until there is room."""

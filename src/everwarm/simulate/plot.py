@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -19,10 +19,7 @@ MANY_DECADES = 100
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    name: str
-    points: tuple[tuple[float, float], ...]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +31,13 @@ class Axis:
     show: Callable[[float], str] = "{:g}".format
 
 
-def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
-    """An SVG document. Without a single point the frame is empty."""
-    points = [point for each in series for point in each.points]
+def line_chart(title: str, x: Axis, y: Axis, lines: Mapping[str, Points]) -> str:
+    """An SVG document; each line has a name. Without a single point the frame is empty."""
+    points = [point for each in lines.values() for point in each]
     to_x = _scale([p[0] for p in points], x.is_log, LEFT, WIDTH - RIGHT)
     ticks = _ticks([p[1] for p in points], y.is_log)
     to_y = _scale([*ticks, *(p[1] for p in points)], y.is_log, HEIGHT - BOTTOM, TOP)
-    width = max([WIDTH, *(WIDTH - RIGHT + 45 + 7 * len(each.name) for each in series)])  # room for the longest name
+    width = max([WIDTH, *(WIDTH - RIGHT + 45 + 7 * len(name) for name in lines)])  # room for the longest name
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
@@ -48,8 +45,8 @@ def line_chart(title: str, x: Axis, y: Axis, series: Sequence[Series]) -> str:
         *_x_axis(x, sorted({p[0] for p in points}), to_x),
         *_y_axis(y, ticks, to_y),
     ]
-    for i, each in enumerate(series):
-        parts += _line(each, i, to_x, to_y)
+    for i, (name, line) in enumerate(lines.items()):
+        parts += _line(name, line, to_x, to_y, i)
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -104,14 +101,16 @@ def _log_ticks(low: float, top: float) -> list[float]:
     return [tick for tick in all_of_them if first <= tick <= last]
 
 
-def _line(series: Series, number: int, to_x: Callable[[float], float], to_y: Callable[[float], float]) -> list[str]:
+def _line(
+    name: str, points: Points, to_x: Callable[[float], float], to_y: Callable[[float], float], number: int
+) -> list[str]:
     colour = COLOURS[number % len(COLOURS)]
     dash = DASHES[number // len(COLOURS) % len(DASHES)]
-    path = " ".join(f"{to_x(a):.1f},{to_y(b):.1f}" for a, b in series.points)
+    path = " ".join(f"{to_x(a):.1f},{to_y(b):.1f}" for a, b in points)
     style = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"'
-    dots = [f'<circle cx="{to_x(a):.1f}" cy="{to_y(b):.1f}" r="3" fill="{colour}"/>' for a, b in series.points]
+    dots = [f'<circle cx="{to_x(a):.1f}" cy="{to_y(b):.1f}" r="3" fill="{colour}"/>' for a, b in points]
     height = TOP + 20 * number + 10
-    key = _text(WIDTH - RIGHT + 38, height + 4, series.name, "")
+    key = _text(WIDTH - RIGHT + 38, height + 4, name, "")
     sample = f'<polyline points="{WIDTH - RIGHT + 12},{height} {WIDTH - RIGHT + 32},{height}" {style}/>'
     return [f'<polyline points="{path}" {style}/>', *dots, sample, key]
 

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from everwarm.config import require
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
 from everwarm.simulate.oracle import SharedPrefix, shares
 from everwarm.simulate.policies import POLICIES, Policy
-from everwarm.simulate.simulated_cache import HeldState, Outcome, SimulatedCache
-from everwarm.simulate.simulated_device import DeviceSize
-from everwarm.simulate.simulated_disk import DiskSize
+from everwarm.simulate.simulated_cache import SimulatedCache
+from everwarm.simulate.simulated_machine import MachineSize
 from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
 NAMES = (*POLICIES, FIFO)
 DEFAULT_NAMES = tuple(name for name in NAMES if name != "cold")
-
-
-class SimulatedStore(Protocol):
-    held: HeldState
-
-    @property
-    def held_bytes(self) -> int: ...
-    @property
-    def disk_written(self) -> int: ...
-    def serve(self, turn: TraceTurn) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +42,13 @@ class Cost:
         return 1 - self.n_read / max(1, self.n_prompt)
 
 
-def store_for(
-    policy: str | Policy, curves: Curves, budget: int, device: DeviceSize, disk: DiskSize | None = None
-) -> SimulatedStore:
+def cache_for(policy: str | Policy, curves: Curves, budget: int, machine: MachineSize) -> SimulatedCache | FifoMemory:
     if isinstance(policy, Policy):
-        return SimulatedCache(policy, curves, budget, device, disk)
+        return SimulatedCache(policy, curves, budget, machine)
     require(policy in NAMES, f"unknown policy {policy!r}; give any of: {', '.join(NAMES)}")
     if policy == FIFO:
-        return FifoMemory(curves, budget, device.n_slots)
-    return SimulatedCache(POLICIES[policy], curves, budget, device, disk)
+        return FifoMemory(curves, budget, machine.n_slots)
+    return SimulatedCache(POLICIES[policy], curves, budget, machine)
 
 
 def replay(
@@ -70,12 +56,12 @@ def replay(
     policy: str | Policy,
     curves: Curves,
     budget: int,
-    device: DeviceSize | None = None,
+    machine: MachineSize | None = None,
     known: Sequence[SharedPrefix] | None = None,
-    disk: DiskSize | None = None,
 ) -> Cost:
     """``known``: the result of ``shares`` for the same turns, to compute it once."""
-    store = store_for(policy, curves, budget, device or DeviceSize(), disk)
+    machine = machine or MachineSize()
+    store = cache_for(policy, curves, budget, machine)
     known = shares(turns) if known is None else known
     reads: list[int] = []
     seconds, disk_bytes = 0.0, 0
@@ -83,9 +69,8 @@ def replay(
         outcome = store.serve(turn)
         reads.append(outcome.n_to - outcome.n_from)
         seconds += curves.read_s(outcome.n_from, outcome.n_to) + curves.load_s(outcome.loaded_bytes)
-        if disk is not None:
-            seconds += outcome.disk_bytes / disk.bytes_per_s
-            disk_bytes += outcome.disk_bytes
+        seconds += outcome.disk_bytes / machine.disk_bytes_per_s
+        disk_bytes += outcome.disk_bytes
     return Cost(
         policy=policy if isinstance(policy, str) else policy.name,
         budget_bytes=budget,
@@ -94,8 +79,8 @@ def replay(
         n_read=sum(reads),
         n_regret=sum(reads) - sum(share.n_unavoidable for share in known),
         seconds=seconds,
-        most_bytes=store.held.most,
-        written_bytes=store.held.written,
+        most_bytes=store.most_bytes,
+        written_bytes=store.written_bytes,
         disk_read_bytes=disk_bytes,
         disk_written_bytes=store.disk_written,
         reads=tuple(reads),
@@ -107,12 +92,11 @@ def sweep(
     policies: Iterable[str],
     curves: Curves,
     budgets: Iterable[int],
-    device: DeviceSize | None = None,
-    disk: DiskSize | None = None,
+    machine: MachineSize | None = None,
 ) -> list[Cost]:
     known = shares(turns)
     sizes = list(budgets)
-    return [replay(turns, name, curves, size, device, known, disk) for name in policies for size in sizes]
+    return [replay(turns, name, curves, size, machine, known) for name in policies for size in sizes]
 
 
 _HEAD = ("policy", "budget", "read", "regret", "hit rate", "seconds", "held", "written", "from disk", "to disk")

@@ -2,9 +2,9 @@
 
 Uses the real tree, the real weighing and the real learning, with blobs that weigh what they would and take no memory.
 Requests run one after the other, and between two of them there is time for all idle work. What is copied, when, and in
-which order is the engine's own (``engine.cache``): a checkpoint is parked in a spare, or copied to RAM if no spare can be
-given up; at the end of a turn its KV and the states that the next turn needs are copied, then everything else that is
-parked, and small segments are joined; when another conversation runs, spares and idle slots leave the device.
+which order is the engine's own (``engine.cache``): a checkpoint is parked in a spare, or copied to RAM if no spare can
+be given up; at the end of a turn its KV and the states that the next turn needs are copied, then everything else that
+is parked, and small segments are joined; when another conversation runs, spares and idle slots leave the device.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from numpy.typing import NDArray
 from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.simulate.policies import Policy, TurnReading
-from everwarm.simulate.simulated_device import DeviceSize, SimulatedDevice, SimulatedSlot
-from everwarm.simulate.simulated_disk import DiskSize, SimulatedDisk
+from everwarm.simulate.simulated_machine import MachineSize, SimulatedDevice, SimulatedDisk, SimulatedSlot, weightless
 from everwarm.simulate.trace import TraceTurn
-from everwarm.simulate.weightless import weightless
 from everwarm.state import policy as state_policy
 from everwarm.state import segment_merge
 from everwarm.state.partings import Partings
@@ -53,14 +51,6 @@ class Outcome:
     disk_bytes: int = 0  # from disk to RAM
 
 
-@dataclass(slots=True)
-class HeldState:
-    """Bytes of a memory so far."""
-
-    written: int = 0
-    most: int = 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Run:
     """The request that is being served, in its slot."""
@@ -75,28 +65,23 @@ class _Run:
 
 
 class SimulatedCache:
-    def __init__(
-        self, policy: Policy, curves: Curves, budget: int, device: DeviceSize, disk: DiskSize | None = None
-    ) -> None:
-        self.held = HeldState()
+    def __init__(self, policy: Policy, curves: Curves, budget: int, machine: MachineSize) -> None:
+        self.most_bytes = 0  # that RAM held at once
+        self.written_bytes = 0  # to RAM
         self.tree = Tree()
         self._policy = policy
         self._curves = curves
         self._budget = budget
-        self._disk = None if disk is None else SimulatedDisk(disk, curves)
+        self._disk = SimulatedDisk(machine, curves) if machine.disk_bytes else None
         self._spacing = policy.spacing(curves)
         self._most_joined = most_joined(budget, curves.kv_bytes_per_token)
         self._returns = Returns(self.tree)
         self._partings = Partings()
         self._hand = Hand(self.tree)
-        self._device = SimulatedDevice(device, self.tree)
+        self._device = SimulatedDevice(machine, self.tree)
         self._running: _Run | None = None
         self._n_lifted = 0
         self._now = 0.0
-
-    @property
-    def held_bytes(self) -> int:
-        return self.tree.ram_bytes
 
     @property
     def disk_written(self) -> int:
@@ -123,7 +108,7 @@ class SimulatedCache:
         self._write(slot, len(prompt))
         self._save(slot, len(prompt))
         self._tidy()
-        self.held.most = max(self.held.most, self.tree.ram_bytes)
+        self.most_bytes = max(self.most_bytes, self.tree.ram_bytes)
         return Outcome(prompt.n_tokens(n_items), prompt.n_tokens(max(n_items, turn.n_stop)), loaded, disk_bytes)
 
     def _tick(self) -> float:
@@ -411,7 +396,7 @@ class SimulatedCache:
     # copies to RAM
 
     def _new_state(self) -> Blob:
-        self.held.written += self._curves.state_bytes
+        self.written_bytes += self._curves.state_bytes
         return weightless(self._curves.state_bytes)
 
     def _new_logits(self) -> NDArray[np.float32]:
@@ -495,7 +480,7 @@ class SimulatedCache:
     def _fill_kv(self, nodes: Iterable[Node]) -> None:
         """Gives RAM the KV of these nodes that it does not have, in as few segments as the engine would."""
         for run in self._runs(nodes):
-            self.held.written += self._set_segment(run[0].parent or run[0], run[-1]).blob.nbytes
+            self.written_bytes += self._set_segment(run[0].parent or run[0], run[-1]).blob.nbytes
 
     def _runs(self, nodes: Iterable[Node]) -> Iterator[list[Node]]:
         unsaved = [node for node in nodes if node.segment is None and node.parent is not None]

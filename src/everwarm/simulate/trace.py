@@ -1,8 +1,8 @@
 """A trace: requests in the order of their arrival, read from JSON lines and written to them.
 
-Two formats, distinguished by their fields. Everwarm's: ``tokens`` (ids) or ``blocks`` (pairs of an id and a length), with
-hints, images and what happened. Mooncake's: ``timestamp`` in milliseconds and ``hash_ids``, each the hash of a prefix that
-ends with a block of 512 tokens. Every number from a file is bounded. Pure: text in, requests out.
+Two formats, distinguished by their fields. Everwarm's: ``tokens`` (ids) or ``blocks`` (pairs of an id and a length),
+with hints, images and what happened. Mooncake's: ``timestamp`` in milliseconds and ``hash_ids``, each the hash of a
+prefix that ends with a block of 512 tokens. Every number from a file is bounded. Pure: text in, requests out.
 """
 
 from __future__ import annotations

@@ -1,0 +1,215 @@
+"""The machine of a simulated cache, beside RAM: slots and spares on the device, a disk, and blobs that weigh nothing.
+
+The device is a record only: which lineages its slots and spares hold, and how many cells they take. What is copied to
+RAM before something leaves is ``simulated_cache``'s business. Lineages that the tree shares are assumed to share their
+cells, as they do in the engine.
+
+The disk is a tree of its own, with blobs that weigh what they would. What the next turn of a conversation needs is
+written at the end of a turn: the state nearest to the prompt's end, those of shared points above it, and the KV before
+them. The end of a reply is written when RAM evicts it, where turns continue from replies. When the disk is full, what
+saves least goes first, by age and hits, as on the engine's disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from everwarm.prompt.prompt import Prompt
+from everwarm.simulate.curves import Curves
+from everwarm.state.policy import CutKind, assumed_returns, victims
+from everwarm.state.ram_eviction import WeighingFacts, weigh
+from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.types import Blob, SeqId
+
+DISK_LOW_WATER = 0.97
+_EMPTY = Prompt.of_tokens([])
+_BYTE = np.zeros(1, np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSize:
+    """What an engine has beside RAM."""
+
+    n_slots: int = 2
+    n_spares: int = 4  # states
+    n_cells: int = 131_072
+    disk_bytes: int = 0  # 0: there is no disk tier
+    disk_bytes_per_s: float = 2e9
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedSlot:
+    node: Node
+    items: Prompt = field(default_factory=lambda: _EMPTY)
+    n_fed: int = 0
+    n_settled: int = 0  # where its last request went on from
+    used_at: float = 0.0
+    is_tidy: bool = True  # its KV was copied to RAM, as far as there was room
+
+
+class SimulatedDevice:
+    def __init__(self, size: MachineSize, tree: Tree) -> None:
+        self._tree = tree
+        self._n_cells = size.n_cells
+        self.slots = [SimulatedSlot(tree.root("")) for _ in range(size.n_slots)]
+        self.spares: list[Node | None] = [None] * size.n_spares  # whose states lie in them
+        for slot in self.slots:
+            tree.hold(slot.node)
+
+    # questions
+
+    def parked(self) -> list[Node]:
+        return [node for node in self.spares if node is not None]
+
+    def parked_by_age(self) -> list[Node]:
+        """Ends of prompts first: only an identical prompt can use them."""
+        return sorted(self.parked(), key=lambda node: (_kind(node) is not CutKind.END, _used_at(node)))
+
+    def parked_by_use(self) -> list[Node]:
+        return sorted(self.parked(), key=_used_at)
+
+    def ends(self, *, but: SimulatedSlot | Node | None = None) -> Iterator[Node]:
+        """The last node of every sequence; ``but`` that of one slot or spare."""
+        yield from (slot.node for slot in self.slots if slot is not but)
+        yield from (node for node in self.parked() if node is not but)
+
+    def passed(self, *, but: SimulatedSlot | Node | None = None) -> dict[int, Node]:
+        """The nodes whose KV the device holds, by their Python ids."""
+        found: dict[int, Node] = {}
+        for node in self.ends(but=but):
+            while node.parent is not None and id(node) not in found:
+                found[id(node)] = node
+                node = node.parent
+        return found
+
+    def n_common(self, prompt: Prompt) -> int:
+        """How many items of a prompt have their KV here."""
+        own = [int(prompt.common_prefix(slot.items)) for slot in self.slots]
+        return max([*own, *(min(int(prompt.common_prefix(node.path)), node.n_items) for node in self.parked())])
+
+    @property
+    def n_used(self) -> int:
+        """Cells."""
+        nodes = self.passed().values()
+        tails = (slot.items.n_tokens(slot.n_fed) - slot.node.mark.n_tokens for slot in self.slots)
+        return sum(n.mark.n_tokens - n.parent.mark.n_tokens for n in nodes if n.parent is not None) + sum(tails)
+
+    @property
+    def n_free(self) -> int:
+        return self._n_cells - self.n_used
+
+    # changes
+
+    def stand(self, slot: SimulatedSlot, node: Node) -> None:
+        self._tree.hold(node)
+        self._tree.release(slot.node)
+        slot.node = node
+
+    def hold(self, slot: SimulatedSlot, node: Node, items: Prompt) -> None:
+        """The slot holds exactly these items now."""
+        self.stand(slot, node)
+        slot.items, slot.n_fed, slot.is_tidy = items, len(items), not items
+
+    def park(self, spare: int, node: Node) -> None:
+        assert self.spares[spare] is None and node.checkpoint is not None
+        self.spares[spare] = node
+        node.checkpoint.parked = SeqId(spare)
+
+    def release(self, node: Node) -> int:
+        """Empties the spare of a node: returns which it was."""
+        spare = self.spares.index(node)
+        self.spares[spare] = None
+        if node.checkpoint is not None:
+            node.checkpoint.parked = None
+        return spare
+
+
+def _kind(node: Node) -> CutKind:
+    assert node.checkpoint is not None
+    return node.checkpoint.kind
+
+
+def _used_at(node: Node) -> float:
+    return 0.0 if node.checkpoint is None else node.checkpoint.used_at
+
+
+@dataclass(slots=True)
+class SimulatedDisk:
+    size: MachineSize
+    curves: Curves
+    written_bytes: int = 0
+    _tree: Tree = field(default_factory=Tree)
+    _copies: dict[int, Node] = field(default_factory=dict)  # of nodes in RAM, by their ids
+
+    def write(self, node: Node, now: float) -> None:
+        """Keeps a node's state and the KV before it, as far as they are not there yet."""
+        copy = self._tree.grow(self._tree.root(""), node.path, node.n_items)
+        self._copies[node.id] = copy
+        if copy.checkpoint is None:
+            state = weightless(self.curves.state_bytes)
+            self._tree.set_checkpoint(copy, Checkpoint(CutKind.STABLE, True, (), state=state, used_at=now))
+            self.written_bytes += self.curves.state_bytes
+        for each in copy.lineage():
+            if each.segment is None and each.parent is not None:
+                n_tokens = each.mark.n_tokens - each.parent.mark.n_tokens
+                blob, items = weightless(n_tokens * self.curves.kv_bytes_per_token), (each.start, each.n_items)
+                self._tree.set_segment(each, Segment(blob, each.parent.mark, each.mark, True, (), items=items))
+                self.written_bytes += blob.nbytes
+        self._shrink(now)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether more can be written without evicting anything."""
+        return self._tree.ram_bytes < self.size.disk_bytes
+
+    def seconds(self, n_bytes: int) -> float:
+        """To load so many bytes."""
+        return n_bytes / self.size.disk_bytes_per_s
+
+    def load_s(self, node: Node, n_bytes: int) -> float | None:
+        """Seconds to load so many bytes of what a node in RAM keeps; None: they are not here."""
+        copy = self._copies.get(node.id)
+        is_here = copy is not None and copy.checkpoint is not None and self._tree.has(copy)
+        return self.seconds(n_bytes) if is_here else None
+
+    def deepest(self, prompt: Prompt, now: float) -> int:
+        """How many items of a prompt the deepest state here has; 0: there is none."""
+        match = self._tree.match("", prompt, 0)
+        found = next((node for node in match.usable if node.n_items < len(prompt)), None)
+        if found is None or found.checkpoint is None:
+            return 0
+        found.checkpoint.used_at = now
+        found.checkpoint.hits += 1
+        return found.n_items
+
+    def note_loaded(self, node: Node) -> None:
+        """A node in RAM was loaded from here."""
+        self._copies[node.id] = self._tree.grow(self._tree.root(""), node.path, node.n_items)
+
+    def _shrink(self, now: float) -> None:
+        if self._tree.ram_bytes <= self.size.disk_bytes:
+            return
+        facts = WeighingFacts(now, self.curves.seconds_per_token, True, True, frozenset(), {}, assumed_returns)
+        goal = int(DISK_LOW_WATER * self.size.disk_bytes)
+        while self._tree.ram_bytes > goal:  # KV goes after the states that needed it
+            nodes = list(self._tree.nodes())
+            keys = victims(weigh(nodes, facts), self._tree.ram_bytes - goal)
+            if not keys:
+                break
+            for key in keys:
+                self._drop(nodes[key // 2], is_state=key % 2 == 0)
+        self._copies = {key: node for key, node in self._copies.items() if self._tree.has(node)}
+
+    def _drop(self, node: Node, *, is_state: bool) -> None:
+        if is_state and node.checkpoint is not None:
+            self._tree.drop_checkpoint(node)
+        elif not is_state and node.segment is not None:
+            self._tree.drop_segment(node)
+
+
+def weightless(n_bytes: int) -> Blob:
+    """An array that claims a size in bytes and takes no memory."""
+    return np.broadcast_to(_BYTE, (n_bytes,))
