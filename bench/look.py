@@ -60,7 +60,7 @@ def _core() -> Core:
     core = assemble(EMBEDDED, EngineSettings(n_slots=1, n_ctx=4096, n_threads=1, n_spares=0, ram_bytes=512 << 20))
     rng, root = np.random.default_rng(0), core.cache.tree.root("ab" * 16)
     shared = rng.integers(12, 2000, EVERY)
-    while len(core.cache.tree.census.by_id) < N_NODES:
+    while len(core.cache.tree.by_id) < N_NODES:
         prompt = Prompt.of_tokens(np.concatenate([shared, rng.integers(12, 2000, (N_CUTS - 1) * EVERY)]))
         node = root
         for at in range(EVERY, len(prompt) + 1, EVERY):
@@ -92,7 +92,7 @@ def _show_pages(core: Core) -> None:
         ("its words, on another", f"{1e3 * statistics.median(aside):.2f} ms"),
         ("GET /cache, on the loop's thread", f"{1e3 * median_s(lambda: summary(core), 15):.3f} ms"),
     ]
-    table(f"Looking into a tree of {len(core.cache.tree.census.by_id):,} nodes", ("", "time"), rows)
+    table(f"Looking into a tree of {len(core.cache.tree.by_id):,} nodes", ("", "time"), rows)
 
 
 def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_of: Core | None) -> float:

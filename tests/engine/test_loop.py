@@ -168,7 +168,7 @@ def test_the_published_status_follows_what_happens():
         drain(core)
         assert core.status.n_running == 0 and core.status.backlog.n_to_write == 0
         tidy(core)
-        assert core.status.tree_version == core.cache.tree.census.version > version
+        assert core.status.tree_version == core.cache.tree.version > version
 
 
 def test_what_a_job_posts_waits_for_a_step():

@@ -170,7 +170,7 @@ def test_what_is_forgotten_leaves_nothing_behind():
     assert grove.expected()
     grove.tree.drop_checkpoint(shared)
     grove.returns.forget([shared, *ends])
-    assert not grove.tree.census.by_id and not grove.expected(anywhere=True)
+    assert not grove.tree.by_id and not grove.expected(anywhere=True)
 
 
 def test_branches_of_which_nothing_is_kept_can_be_forgotten_alone():
@@ -205,9 +205,9 @@ def test_what_is_remembered_is_bounded_and_can_be_forgotten(monkeypatch):
     grove = Grove()
     ends = [grove.request(conversation(i, 1), []) for i in range(MAX_VISITS + 10)]
     assert sum(end in grove.returns.visits for end in ends) == MAX_VISITS
-    assert len(grove.tree.census.by_id) == MAX_VISITS + 1, "what is not remembered any more is pruned"
+    assert len(grove.tree.by_id) == MAX_VISITS + 1, "what is not remembered any more is pruned"
     grove.returns.forget(ends)
-    assert not grove.tree.census.by_id
+    assert not grove.tree.by_id
     monkeypatch.setattr(module, "MAX_ITEMS", 1000)
     ends = [grove.request(conversation(i, 1), []) for i in range(20)]
     assert sum(end in grove.returns.visits for end in ends) == 10
@@ -301,7 +301,7 @@ def test_what_all_returns_resume_from_is_found_in_one_walk_of_the_tree(monkeypat
 
     monkeypatch.setattr(module, "_nearest", counted)
     assert grove.expected()
-    assert sum(walked) < 8 * len(grove.tree.census.by_id), "each edge once for checkpoints, once for ends"
+    assert sum(walked) < 8 * len(grove.tree.by_id), "each edge once for checkpoints, once for ends"
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -240,7 +240,7 @@ class Spares:
         if node is not None and node.checkpoint is not None and node.checkpoint.parked == spare:
             node.checkpoint.parked = None
         self._nodes[spare] = None
-        self._tree.census.changed()
+        self._tree.changed()
 
 
 class Residents:

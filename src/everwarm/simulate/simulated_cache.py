@@ -24,10 +24,9 @@ from everwarm.simulate.simulated_machine import MachineSize, SimulatedDevice, Si
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state import segment_merge
-from everwarm.state.partings import Partings
 from everwarm.state.policy import GUARD, CutKind, KeptCheckpoint, Seat
 from everwarm.state.ram_eviction import Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
-from everwarm.state.returns import Continuation, Returns, RunningVisit
+from everwarm.state.returns import Continuation, Partings, Returns, RunningVisit
 from everwarm.state.segment_merge import SegmentRun, most_joined
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree, first_message_end
 from everwarm.types import Blob

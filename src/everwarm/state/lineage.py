@@ -1,13 +1,20 @@
-"""Names for lineages: a digest of everything from the root to a point, the same in every process. Pure.
+"""Names for lineages and namespaces. A lineage's is a digest of everything from the root to a point, the same in every
+process. Pure.
 
 A history is how a sequence was decoded: the sizes of its chunks, run-length coded. Bits depend on it, so it is stored
 with every state and segment: a cold replay needs it, and a state is exact only with KV of the same history. A chunk of
 size 0 says that a window was seated anew there.
+
+Some namespaces hold what came from a file of unknown origin, or was read with other scales of LoRA adapters than the
+engine's: their names say so. What such a file brought, and everything that is decoded on top of it, lives below a root
+of its own in the prefix tree. No other conversation finds it, and all code that stores states checks the root first, so
+nothing derived from such a file can leave RAM. The same holds for what is read with other scales: the fingerprint of
+what is stored has the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import blake3
 import numpy as np
@@ -121,3 +128,37 @@ def is_seated_at(chunks: Chunks, n_items: int) -> bool:
 
 def _seated_once(chunks: Chunks | list[tuple[int, int]]) -> Chunks:
     return tuple((size, 1 if size == SEATED else times) for size, times in chunks)
+
+
+# namespaces
+
+_UNVERIFIED = "\0unverified\0"  # in no name that a client could have
+_ADAPTED = "\0lora\0"
+
+
+def unverified(namespace: str, digest: str) -> str:
+    """The namespace of conversations that continue a file of unknown origin."""
+    return f"{owner_of(namespace)}{_UNVERIFIED}{digest}"
+
+
+def is_unverified(namespace: str) -> bool:
+    return _UNVERIFIED in namespace
+
+
+def adapted(namespace: str, scales: Sequence[float]) -> str:
+    """The namespace of requests with these scales of the engine's adapters."""
+    return f"{namespace}{_ADAPTED}{','.join(map(repr, scales))}"
+
+
+def is_adapted(namespace: str) -> bool:
+    return _ADAPTED in namespace
+
+
+def is_volatile(namespace: str) -> bool:
+    """Whether nothing of it leaves RAM, or outlives the engine."""
+    return is_unverified(namespace) or is_adapted(namespace)
+
+
+def owner_of(namespace: str) -> str:
+    """The namespace of the client's request."""
+    return namespace.partition(_UNVERIFIED)[0].partition(_ADAPTED)[0]

@@ -276,7 +276,7 @@ class Hand:
     @property
     def n_parts(self) -> int:
         """How many further parts a round has."""
-        return len(self._tree.census.by_id) // MAX_WEIGHED
+        return len(self._tree.by_id) // MAX_WEIGHED
 
     def part(self, root: Node | None = None, resident: Iterable[Node] = ()) -> Part:
         """``root``: of the namespace that is swept; None: all of them are. ``resident``: the ends of what the device

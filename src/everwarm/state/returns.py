@@ -1,9 +1,10 @@
-"""What comes back, how soon, and where it resumes: learned from the requests, so that eviction needs no tuning.
+"""What comes back, how soon, and where it resumes: learned from the requests, so that eviction needs no tuning. And before
+which words prompts part: so another prompt with the same words is cut behind them before it ever changed.
 
-Time is counted in requests. A request that ends leaves a ``Visit`` at the end of its lineage. A later prompt *returns* to
-the visit whose lineage it shares, and leaves that lineage at some point: where the reply ended, at the end of an earlier
-turn, or so many items before the end of the prompt. Prompts that leave at a node where others have parted before return to
-that *junction*. From past returns two things are learned:
+Time is counted in requests. A request that ends leaves a ``Visit`` at the end of its lineage. A later prompt *returns*
+to the visit whose lineage it shares, and leaves that lineage at some point: where the reply ended, at the end of an
+earlier turn, or so many items before the end of the prompt. Prompts that leave at a node where others have parted
+before return to that *junction*. From past returns two things are learned:
 
 ``ReturnTimes``   the hit density of a visit of some age: returns per request of waiting. It is the best ratio of the
                   chance to come back within a time to the expected time until then, over all such times, so what comes
@@ -12,6 +13,11 @@ that *junction*. From past returns two things are learned:
 
 ``Returns.expected`` spreads the density of every visit over the kept checkpoints that its return would resume from.
 Evicting a checkpoint sends its share to the next one above, which is what ``policy.victims`` does.
+
+``Partings`` learns words for each namespace. A system prompt tells the time, or its client's mood. The first prompt
+that parts there reads it again, and the branch point serves all that follow; but the next project has another system
+prompt with the same line in it. So the few tokens before a parting are remembered: right before it, and a little
+earlier, where the value that changed begins alike.
 """
 
 from __future__ import annotations
@@ -29,6 +35,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from everwarm.lru import NamespacedLru
+from everwarm.prompt.prompt import Codes, Prompt
 from everwarm.state.policy import GUARD, CutKind, Spacing
 from everwarm.state.tree import Match, Node, Tree
 
@@ -37,9 +45,16 @@ MAX_ITEMS = 1 << 22  # of the lineages of all visits together: four bytes each
 MAX_SEARCHED = 300  # nodes, when looking for the visit that a prompt returns to
 N_KEPT = 128  # resume points
 MAX_STEPS = 12  # turns back
-MAX_PLACES = 3  # learned cuts of one prompt
+MAX_PLACES = 3  # learned cuts of one prompt: by returns, and by partings
 MIN_GAIN = 32  # items that a learned cut must save per return
 MAX_HABIT = 4  # of the last returns of one conversation
+
+N_CONTEXT = 4  # tokens before a parting that are remembered
+EARLIER = 12  # tokens before a parting, at most the guard: the value may begin with the same digits
+MAX_HEAD = 16_384  # items of a prompt in which partings are learned and searched
+MAX_CONTEXTS = 16  # of one namespace
+MAX_ALL = 1024
+MAX_TIMES = 2  # words that a prompt repeats say nothing
 
 REPLY_SHARE = 0.05  # of returns: below it the end of a reply is not worth a checkpoint
 
@@ -676,3 +691,59 @@ def _most(counts: Counter[Node]) -> Node:
 
 def _is_read_ahead(node: Node) -> bool:
     return node.checkpoint is not None and node.checkpoint.kind is CutKind.PREWARM
+
+
+# before which words prompts part
+
+
+Context = tuple[int, ...]  # tokens
+
+
+@dataclass(slots=True)
+class Partings:
+    """Knows tokens only."""
+
+    _contexts: NamespacedLru[Context] = field(default_factory=lambda: NamespacedLru(MAX_ALL * N_CONTEXT, MAX_ALL))
+
+    def note(self, namespace: str, prompt: Prompt, at: int) -> None:
+        """A prompt has left what was known there, deeper than any checkpoint."""
+        if not GUARD < at <= MAX_HEAD:
+            return
+        for end in (at - EARLIER, at):
+            context = tuple(int(code) for code in prompt.codes[end - N_CONTEXT : end])
+            if len(context) == N_CONTEXT and min(context) >= 0:
+                self._contexts.put(namespace, context, context, N_CONTEXT)
+        for old in list(self._contexts.values(namespace))[MAX_CONTEXTS:]:
+            self._contexts.remove(namespace, old)
+
+    def places(self, namespace: str, prompt: Prompt, start: int) -> list[int]:
+        """Behind which items of a prompt such words end, from ``start`` on."""
+        codes = prompt.codes[max(0, start - N_CONTEXT) : MAX_HEAD]
+        offset = max(0, start - N_CONTEXT) + N_CONTEXT
+        found: list[int] = []
+        for context in self._contexts.values(namespace):
+            ends = list(_occurrences(codes, context))
+            found += [offset + end for end in ends if len(ends) <= MAX_TIMES]
+        return _apart(sorted(found))[:MAX_PLACES]
+
+    def forget(self, namespace: str) -> None:
+        """All that was learned in namespaces with this prefix."""
+        for name in [name for name in self._contexts.namespaces() if name.startswith(namespace)]:
+            for context in list(self._contexts.values(name)):
+                self._contexts.remove(name, context)
+
+
+def _apart(places: list[int]) -> list[int]:
+    """The first of those that are close together."""
+    kept: list[int] = []
+    for at in places:
+        if not kept or at - kept[-1] > 2 * GUARD:
+            kept.append(at)
+    return kept
+
+
+def _occurrences(codes: Codes, context: Context) -> Iterator[int]:
+    n = len(codes) - len(context) + 1
+    if n > 0:
+        agrees = np.logical_and.reduce([codes[i : i + n] == code for i, code in enumerate(context)])
+        yield from map(int, np.flatnonzero(agrees))

@@ -1,7 +1,8 @@
 """The prefix tree: which prefixes are known, where checkpoints and KV segments of them are kept, and what they weigh.
 
-A radix tree over items, shared by all conversations. Nodes lie at cuts and at branches. Attention KV belongs to edges (a
-segment covers an interval), recurrent state to points (a checkpoint sits at a node's end). Knows items and bytes; knows no
+A radix tree over items, shared by all conversations. Nodes lie at cuts and at branches. Attention KV belongs to edges
+(a segment covers an interval), recurrent state to points (a checkpoint sits at a node's end). What was evicted leaves a
+ghost (``Ghosts``): enough to say why a prompt was read again, nothing to restore. Knows items and bytes; knows no
 libllama, and decides nothing: policy does.
 """
 
@@ -10,127 +11,27 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.ghosts import Ghosts
-from everwarm.state.lineage import Chunks
-from everwarm.state.namespace import is_volatile
+from everwarm.state.lineage import Chunks, is_volatile
 from everwarm.state.policy import MESSAGE_ENDS, CutKind
 from everwarm.types import START, Blob, Mark, SeqId
 
-if TYPE_CHECKING:
-    from everwarm.prompt.prompt import Prompt
-
-N = TypeVar("N", bound="Node")
+MAX_GHOSTS = 64
+MAX_GHOST_ITEMS = 1 << 20  # of all ghosts, four bytes each
+MAX_EVICTIONS = 1024  # that are remembered with their reasons
 
 _ids = itertools.count(int(time.time()) << 20)  # a later engine's are greater; all of them are exact in JavaScript
 
 
 def new_id() -> int:
     return next(_ids)
-
-
-class NodeIndex(Generic[N]):
-    """All nodes of a tree by id, with counts of what they hold and a version that changes with any of it."""
-
-    def __init__(self) -> None:
-        self.by_id: dict[int, N] = {}
-        self.version = 0  # another one: something is different
-        self.n_states = 0  # in RAM
-        self.n_segments = 0
-
-    def came(self, node: N) -> None:
-        node.n_pinned = sum(child.n_pinned for child in node.children.values())
-        node.n_below = 1 + sum(child.n_below for child in node.children.values())
-        _add_nodes(node.parent, 1)
-        self.by_id[node.id] = node
-        self.version += 1
-
-    def went(self, node: N) -> None:
-        unpin(node)
-        _add_nodes(node.parent, -1)
-        self.by_id.pop(node.id, None)
-        self.version += 1
-
-    def changed(self, n_states: int = 0, n_segments: int = 0) -> None:
-        self.n_states += n_states
-        self.n_segments += n_segments
-        self.version += 1
-
-
-def pin(node: Node) -> None:
-    """Pins a node: its whole lineage is evicted last."""
-    if not node.is_pinned:
-        node.is_pinned = True
-        _add_pins(node, 1)
-
-
-def unpin(node: Node) -> None:
-    if node.is_pinned:
-        node.is_pinned = False
-        _add_pins(node, -1)
-
-
-def _add_nodes(above: Node | None, n: int) -> None:
-    while above is not None:
-        above.n_below += n
-        above = above.parent
-
-
-def _add_pins(node: Node, n: int) -> None:
-    above: Node | None = node
-    while above is not None:
-        above.n_pinned += n
-        above = above.parent
-
-
-# self-check
-
-
-def check_tree(
-    nodes: Iterable[Node], ram_bytes: int, census: NodeIndex[Node], key: Callable[[Prompt, int], int | bytes]
-) -> None:
-    """``key`` says which child of a node a prompt goes to."""
-    users: dict[int, tuple[Segment, int]] = {}
-    n_bytes = n_states = 0
-    listed = list(nodes)
-    for node in listed:
-        _check_node(node, key)
-        if node.checkpoint is not None:
-            n_bytes += node.checkpoint.size_bytes
-            n_states += node.checkpoint.state is not None
-        if node.segment is not None:
-            seen = users.get(id(node.segment), (node.segment, 0))[1]
-            users[id(node.segment)] = (node.segment, seen + 1)
-    for segment, n_users in users.values():
-        assert segment.n_users == n_users
-        n_bytes += segment.blob.nbytes
-    assert ram_bytes == sum(node.ram_bytes for node in listed if node.parent is None)
-    assert n_bytes == ram_bytes, f"the ledger says {ram_bytes} bytes, the parts weigh {n_bytes}"
-    assert {node.id: node for node in listed} == census.by_id, "the index knows other nodes than there are"
-    assert (n_states, len(users)) == (census.n_states, census.n_segments), "the index counts otherwise"
-
-
-def _check_node(node: Node, key: Callable[[Prompt, int], int | bytes]) -> None:
-    assert node.pins >= 0 and node.holders >= 0
-    assert node.n_pinned == node.is_pinned + sum(child.n_pinned for child in node.children.values())
-    assert node.n_below == 1 + sum(child.n_below for child in node.children.values())
-    for first, child in node.children.items():
-        assert child.parent is node and child.n_items > node.n_items
-        assert first == key(child.path, node.n_items)
-        assert int(child.path.common_prefix(node.path)) >= node.n_items, "a child leaves its parent's lineage"
-    assert node.mark == node.path.mark(node.n_items)
-    if node.parent is None:
-        assert node.checkpoint is None and node.segment is None
-    if node.segment is not None:
-        above = node.parent.mark if node.parent else START
-        assert node.segment.start <= above and node.mark <= node.segment.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +161,32 @@ class Node:
             todo.extend(node.children.values())
 
 
+def pin(node: Node) -> None:
+    """Pins a node: its whole lineage is evicted last."""
+    if not node.is_pinned:
+        node.is_pinned = True
+        _add_pins(node, 1)
+
+
+def unpin(node: Node) -> None:
+    if node.is_pinned:
+        node.is_pinned = False
+        _add_pins(node, -1)
+
+
+def _add_nodes(above: Node | None, n: int) -> None:
+    while above is not None:
+        above.n_below += n
+        above = above.parent
+
+
+def _add_pins(node: Node, n: int) -> None:
+    above: Node | None = node
+    while above is not None:
+        above.n_pinned += n
+        above = above.parent
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """What is known of a prompt. ``usable`` are the checkpoints that can be restored, deepest first."""
@@ -286,7 +213,10 @@ class Tree:
         self.forgotten = Ghosts()
         self._on_state: Told | None = None
         self._on_segment: Told | None = None
-        self.census: NodeIndex[Node] = NodeIndex()
+        self.by_id: dict[int, Node] = {}
+        self.version = 0  # another one: something is different
+        self.n_states = 0  # in RAM
+        self.n_segments = 0
 
     def tell(self, on_state: Told, on_segment: Told) -> None:
         """Calls these, which know the tree and so come after it, for everything that is copied to RAM from now on and may
@@ -294,8 +224,27 @@ class Tree:
         self._on_state = on_state
         self._on_segment = on_segment
 
+    def changed(self, n_states: int = 0, n_segments: int = 0) -> None:
+        """Counts, and notes that something is different."""
+        self.n_states += n_states
+        self.n_segments += n_segments
+        self.version += 1
+
+    def _came(self, node: Node) -> None:
+        node.n_pinned = sum(child.n_pinned for child in node.children.values())
+        node.n_below = 1 + sum(child.n_below for child in node.children.values())
+        _add_nodes(node.parent, 1)
+        self.by_id[node.id] = node
+        self.version += 1
+
+    def _went(self, node: Node) -> None:
+        unpin(node)
+        _add_nodes(node.parent, -1)
+        self.by_id.pop(node.id, None)
+        self.version += 1
+
     def _add_bytes(self, node: Node, n_bytes: int, *, n_states: int = 0, n_segments: int = 0) -> None:
-        self.census.changed(n_states, n_segments)
+        self.changed(n_states, n_segments)
         self.ram_bytes += n_bytes
         node.root().ram_bytes += n_bytes
 
@@ -311,7 +260,7 @@ class Tree:
         if root is None:
             volatile = is_volatile(namespace)
             root = self._roots[namespace] = Node(Prompt.of_tokens([]), 0, START, None, is_volatile=volatile)
-            self.census.came(root)
+            self._came(root)
         return root
 
     def namespace(self, node: Node) -> str:
@@ -351,7 +300,7 @@ class Tree:
             if child is None:
                 child = Node(prompt, n_items, prompt.mark(n_items), node)
                 node.children[key] = child
-                self.census.came(child)
+                self._came(child)
                 for (
                     other
                 ) in child.lineage():  # one path for all: a walk compares it once, however many turns there were
@@ -375,7 +324,7 @@ class Tree:
         if node.segment is not None:
             upper.segment = node.segment
             node.segment.n_users += 1
-        self.census.came(upper)
+        self._came(upper)
         return upper
 
     def set_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
@@ -491,7 +440,7 @@ class Tree:
 
     def unpinned(self, node: Node) -> None:
         """After an unpin: removes the node if it holds nothing."""
-        self.census.changed()
+        self.changed()
         self._prune(node)
 
     def hold(self, node: Node) -> None:
@@ -512,10 +461,10 @@ class Tree:
             if node is end:
                 self._note_forgotten(node)
             del parent.children[key]
-            self.census.went(node)
+            self._went(node)
             node = parent
         if node.parent is None and _is_bare(node):
-            self.census.went(node)
+            self._went(node)
             self._roots = {name: root for name, root in self._roots.items() if root is not node}
         above = node.parent
         self._merge(node)
@@ -535,7 +484,7 @@ class Tree:
         evicted = (node.n_evicted, node.n_items if node.evicted else 0, child.n_evicted)
         child.n_evicted = min((n_items for n_items in evicted if n_items), default=0)
         parent.children[key], child.parent = child, parent
-        self.census.went(node)
+        self._went(node)
 
     def shorten_path(self, end: Node) -> None:
         """Gives a lineage a copy of its own items: its path may be part of a much larger array."""
@@ -548,7 +497,7 @@ class Tree:
 
     def has(self, node: Node) -> bool:
         """Whether it is still in the tree."""
-        return self.census.by_id.get(node.id) is node
+        return self.by_id.get(node.id) is node
 
     def _note_forgotten(self, end: Node) -> None:
         root = end.root()
@@ -559,7 +508,25 @@ class Tree:
     # self-check
 
     def check(self) -> None:
-        check_tree(self.nodes(), self.ram_bytes, self.census, _key)
+        """Asserts that every sum and link is right."""
+        users: dict[int, tuple[Segment, int]] = {}
+        n_bytes = n_states = 0
+        listed = list(self.nodes())
+        for node in listed:
+            _check_node(node)
+            if node.checkpoint is not None:
+                n_bytes += node.checkpoint.size_bytes
+                n_states += node.checkpoint.state is not None
+            if node.segment is not None:
+                seen = users.get(id(node.segment), (node.segment, 0))[1]
+                users[id(node.segment)] = (node.segment, seen + 1)
+        for segment, n_users in users.values():
+            assert segment.n_users == n_users
+            n_bytes += segment.blob.nbytes
+        assert self.ram_bytes == sum(node.ram_bytes for node in listed if node.parent is None)
+        assert n_bytes == self.ram_bytes, f"the ledger says {self.ram_bytes} bytes, the parts weigh {n_bytes}"
+        assert {node.id: node for node in listed} == self.by_id, "the index knows other nodes than there are"
+        assert (n_states, len(users)) == (self.n_states, self.n_segments), "the index counts otherwise"
 
 
 def _walk(root: Node, prompt: Prompt) -> Iterator[tuple[Node, int]]:
@@ -600,3 +567,101 @@ def _key(prompt: Prompt, index: int) -> int | bytes:
     """What tells siblings apart: the item itself, for media its digest."""
     code: int = prompt.codes.item(index)
     return code if code >= 0 else prompt.media[index].digest
+
+
+def _check_node(node: Node) -> None:
+    assert node.pins >= 0 and node.holders >= 0
+    assert node.n_pinned == node.is_pinned + sum(child.n_pinned for child in node.children.values())
+    assert node.n_below == 1 + sum(child.n_below for child in node.children.values())
+    for first, child in node.children.items():
+        assert child.parent is node and child.n_items > node.n_items
+        assert first == _key(child.path, node.n_items)
+        assert int(child.path.common_prefix(node.path)) >= node.n_items, "a child leaves its parent's lineage"
+    assert node.mark == node.path.mark(node.n_items)
+    if node.parent is None:
+        assert node.checkpoint is None and node.segment is None
+    if node.segment is not None:
+        above = node.parent.mark if node.parent else START
+        assert node.segment.start <= above and node.mark <= node.segment.stop
+
+
+# what was evicted
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where a prompt differs from what is known: after ``at`` items; ``known`` has at least one more, or ends there."""
+
+    at: int
+    known: Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Why the state or the KV of a point was evicted. A worth is a ``policy.score``."""
+
+    n_items: int
+    at: float
+    worth: float
+    least_kept: float | None  # the worth of what would have been evicted next
+    budget_bytes: int
+
+
+class Ghosts:
+    """Prefixes that were evicted: items only, a bounded number of them; the oldest are forgotten first. Knows no tree."""
+
+    def __init__(self) -> None:
+        self._evictions: OrderedDict[tuple[str, bytes], Eviction] = OrderedDict()
+        self._lineages: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
+        self._n_items = 0
+
+    def __len__(self) -> int:
+        return len(self._lineages)
+
+    def note(self, namespace: str, path: Prompt, n_items: int) -> None:
+        """Records that the first ``n_items`` of a path were evicted. Copies them: a path may be part of a large
+        array."""
+        n = min(n_items, MAX_GHOST_ITEMS)
+        items = path.first(n)
+        key = _ghost_key(namespace, path, n)
+        self._drop(key)
+        self._lineages[key] = Prompt(np.array(items.codes, np.int32), items.media)
+        self._n_items += n
+        while len(self._lineages) > MAX_GHOSTS or self._n_items > MAX_GHOST_ITEMS:
+            self._drop(next(iter(self._lineages)))
+
+    def note_eviction(self, namespace: str, path: Prompt, eviction: Eviction) -> None:
+        """Records why something at the end of the first items of a path was evicted."""
+        key = _ghost_key(namespace, path, eviction.n_items)
+        self._evictions.pop(key, None)
+        self._evictions[key] = eviction
+        while len(self._evictions) > MAX_EVICTIONS:
+            self._evictions.popitem(last=False)
+
+    def eviction(self, namespace: str, prompt: Prompt, beyond: int) -> Eviction | None:
+        """The deepest point of a prompt after ``beyond`` items that was evicted; None: none is remembered."""
+        fits = [(key, each) for key, each in self._evictions.items() if beyond < each.n_items <= len(prompt)]
+        own = [each for key, each in fits if key == _ghost_key(namespace, prompt, each.n_items)]
+        return max(own, key=lambda each: each.n_items, default=None)
+
+    def clear(self, namespace: str) -> None:
+        """Forgets everything in namespaces with this prefix."""
+        for key in [key for key in self._evictions if key[0].startswith(namespace)]:
+            del self._evictions[key]
+        for key in [key for key in self._lineages if key[0].startswith(namespace)]:
+            self._drop(key)
+
+    def parting(self, namespace: str, prompt: Prompt) -> Parting | None:
+        """The ghost that shares the longest prefix with a prompt; None: there is none in this namespace."""
+        own = (path for (space, _), path in reversed(self._lineages.items()) if space == namespace)
+        found = (Parting(int(prompt.common_prefix(path)), path) for path in own)
+        return max(found, key=lambda parting: parting.at, default=None)
+
+    def _drop(self, key: tuple[str, bytes]) -> None:
+        gone = self._lineages.pop(key, None)
+        self._n_items -= 0 if gone is None else len(gone)
+
+
+def _ghost_key(namespace: str, path: Prompt, n_items: int) -> tuple[str, bytes]:
+    """Names a point by its last items and their number: enough to tell what is reported from anything like it."""
+    return namespace, path.codes[max(0, n_items - 64) : n_items].tobytes() + n_items.to_bytes(8, "little")

@@ -234,13 +234,13 @@ def test_a_join_takes_bounded_pieces_and_the_tree_changes_with_the_last(arch):
                 yield copied[-1]
 
         core.context.joining_segments = noting
-        n_segments = core.cache.tree.census.n_segments
+        n_segments = core.cache.tree.n_segments
         while core.cache.joiner.tidy(core.slots):
             assert len(copied) <= 1, "one piece between two looks at the inbox"
             is_done = not copied
-            assert (core.cache.tree.census.n_segments < n_segments) is is_done
+            assert (core.cache.tree.n_segments < n_segments) is is_done
             n_joins, n_pieces = n_joins + is_done, n_pieces + 1
-            n_segments = core.cache.tree.census.n_segments
+            n_segments = core.cache.tree.n_segments
             copied.clear()
             check(core)
         assert n_joins >= 1 and n_pieces > 2 and len(talk.lineage()) <= 10
@@ -255,8 +255,8 @@ def test_a_join_that_is_not_bounded_is_one_piece():
     """The control."""
     with open_core(n_slots=1, n_ctx=4096) as core:
         waiting_to_be_joined(core)
-        n_segments = core.cache.tree.census.n_segments
-        assert core.cache.joiner.tidy(core.slots) and core.cache.tree.census.n_segments < n_segments
+        n_segments = core.cache.tree.n_segments
+        assert core.cache.joiner.tidy(core.slots) and core.cache.tree.n_segments < n_segments
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -326,7 +326,7 @@ def test_a_branch_and_an_edit_inside_a_joined_segment_are_right(arch):
         talk.turns(9)
         whole = max(talk.lineage(), key=lambda s: s.n_stop - s.n_start)
         at = (whole.n_start + whole.n_stop) // 2
-        n_before = core.cache.tree.census.n_segments
+        n_before = core.cache.tree.n_segments
         for seed in (3, 4):
             prompt = [*talk.prompt[:at], *text(seed, 60)]
             result = run(core, prompt, 5, deterministic=True)
@@ -336,7 +336,7 @@ def test_a_branch_and_an_edit_inside_a_joined_segment_are_right(arch):
                 assert memory_of(core.context, slot.seq) == replay(core, slot)
             assert_greedy(core, prompt, result)
             tidy(core)
-        assert core.cache.tree.census.n_segments > n_before
+        assert core.cache.tree.n_segments > n_before
         result = run(core, talk.prompt, 5, deterministic=True)
         assert result.n_cached > len(talk.prompt) - 100
         assert_greedy(core, talk.prompt, result)
@@ -404,9 +404,9 @@ def test_an_engine_killed_while_it_joins_loses_nothing(memory, monkeypatch, is_h
         del core.cache.joiner.tidy
         may_go_on = threading.Event()
         core.cache.ram._notes.put(may_go_on.wait)  # its thread gets no further
-        n = core.cache.tree.census.n_segments
+        n = core.cache.tree.n_segments
         tidy(core)
-        assert core.cache.tree.census.n_segments < n
+        assert core.cache.tree.n_segments < n
         left = copy_of(memory)
         may_go_on.set()
     with open_core(n_ctx=4096, memory=left, ram_bytes=16 << 20) as core:
@@ -504,10 +504,10 @@ def test_where_the_arena_is_full_nothing_is_joined(monkeypatch):
         talk = Talk(core)
         talk.turns(6)
         del core.cache.joiner.tidy
-        n = core.cache.tree.census.n_segments
+        n = core.cache.tree.n_segments
         monkeypatch.setattr(core.cache.ram.arena, "_take", lambda _n: None)
         tidy(core)
-        assert core.cache.tree.census.n_segments == n
+        assert core.cache.tree.n_segments == n
         monkeypatch.undo()
         talk.turn()
-        assert core.cache.tree.census.n_segments < n  # the control
+        assert core.cache.tree.n_segments < n  # the control

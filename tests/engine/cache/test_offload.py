@@ -17,7 +17,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.process.request_handler import RequestHandler
 from everwarm.engine.request import Event, Finish, Finished, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.state.namespace import unverified
+from everwarm.state.lineage import unverified
 from everwarm.state.store.arena_file import memory_file
 from support.drive import EVERY_KIND, GUARD, check, finish, open_core, record_logits, run, submit, text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.partings import EARLIER, MAX_CONTEXTS, MAX_PLACES, Partings
 from everwarm.state.policy import GUARD, CheckpointParams, CutKind
+from everwarm.state.returns import EARLIER, MAX_CONTEXTS, MAX_PLACES, Partings
 from support.drive import open_core, run, text, tidy
 
 HEAD, TAIL = text(1, 400), text(2, 300)

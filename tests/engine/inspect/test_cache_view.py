@@ -41,7 +41,7 @@ def test_pages_of_any_size_show_every_node_once_after_its_parent(arch, limit):
         seen = pages(core, limit)
         ids = [node.id for node in seen]
         hidden = {root.id for root in core.cache.tree.roots() if not root.children}
-        assert len(ids) == len(set(ids)) and set(ids) == core.cache.tree.census.by_id.keys() - hidden
+        assert len(ids) == len(set(ids)) and set(ids) == core.cache.tree.by_id.keys() - hidden
         assert all(node.parent is None or node.parent in ids[:i] for i, node in enumerate(seen))
         assert sum(node.state_bytes + node.kv_bytes for node in seen) == pytest.approx(
             core.cache.tree.ram_bytes, rel=0.02
@@ -53,7 +53,7 @@ def test_a_page_goes_on_where_it_was_although_the_tree_has_grown_and_says_so_whe
         talk(core)
         page = turn_page(core, m.AskTree(1, 4), lambda id: id)
         run(core, [*SHARED, *text(9, 60)])
-        rest = list(walk(core.cache.tree.roots(), core.cache.tree.census.by_id[page.next or 0]))
+        rest = list(walk(core.cache.tree.roots(), core.cache.tree.by_id[page.next or 0]))
         assert rest[0].id == page.next and not {row.seen.id for row in page.rows} & {node.id for node in rest}
         with pytest.raises(TreeChanged) as refused:
             turn_page(core, m.AskTree(1, 4, after=1), lambda id: id)
@@ -70,7 +70,7 @@ def test_what_is_dropped_is_gone_and_what_lies_above_it_is_still_warm(arch, n_sp
         gone = child.path
         core.cache.dropper.drop(child)
         check(core)
-        assert child.id not in core.cache.tree.census.by_id
+        assert child.id not in core.cache.tree.by_id
         again = run(core, gone.codes.tolist()[:260])
         assert again.n_cached <= junction.n_items, "it was forgotten"
         assert again.n_cached >= 190, "what others share was not"

@@ -13,10 +13,19 @@ from everwarm.engine.process.messages import N_SHOWN, ReadReason, Reason
 from everwarm.engine.process.reply_text import items_text
 from everwarm.errors import StateRejected
 from everwarm.prompt.prompt import MediaItem, Prompt
-from everwarm.state.ghosts import MAX_EVICTIONS, MAX_ITEMS, MAX_LINEAGES, Eviction, Ghosts, Parting
 from everwarm.state.policy import CheckpointParams, CutKind, first_message, is_new_conversation
 from everwarm.state.store.object import Damaged
-from everwarm.state.tree import Checkpoint, Segment, Tree
+from everwarm.state.tree import (
+    MAX_EVICTIONS,
+    MAX_GHOST_ITEMS,
+    MAX_GHOSTS,
+    Checkpoint,
+    Eviction,
+    Ghosts,
+    Parting,
+    Segment,
+    Tree,
+)
 from everwarm.types import Position, TokenCount
 from support.drive import EVERY_KIND, GUARD, open_core, run, text, tidy
 from support.items import prompt_of
@@ -211,10 +220,10 @@ def test_every_reason_has_words_and_a_code_of_its_own():
 
 def test_forgotten_is_bounded_and_kept_apart_by_namespace():
     forgotten = Ghosts()
-    for i in range(3 * MAX_LINEAGES):
+    for i in range(3 * MAX_GHOSTS):
         forgotten.note("a", Prompt.of_tokens(text(i, 50)), 50)
-    assert len(forgotten) == MAX_LINEAGES
-    latest = Prompt.of_tokens(text(3 * MAX_LINEAGES - 1, 50))
+    assert len(forgotten) == MAX_GHOSTS
+    latest = Prompt.of_tokens(text(3 * MAX_GHOSTS - 1, 50))
     found = forgotten.parting("a", latest)
     assert found is not None and found.at == 50
     assert forgotten.parting("b", latest) is None
@@ -224,7 +233,7 @@ def test_forgotten_is_bounded_and_kept_apart_by_namespace():
 
 def test_forgotten_holds_no_more_items_than_it_may():
     forgotten = Ghosts()
-    long = Prompt(np.zeros(MAX_ITEMS + 5, np.int32))
+    long = Prompt(np.zeros(MAX_GHOST_ITEMS + 5, np.int32))
     forgotten.note("", long, len(long))
     forgotten.note("", Prompt.of_tokens(KNOWN), 100)
     assert len(forgotten) == 1 and forgotten._n_items == 100

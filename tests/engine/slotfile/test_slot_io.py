@@ -321,7 +321,7 @@ def test_erasing_reaches_past_requests_that_are_only_remembered():
                 core.cache.tree.drop_segment(node)
         assert core.cache.tree.has(first), "the control: it is remembered"
         assert slot_io.erase(core, core.slots[0], "") > 0
-        assert not core.cache.tree.census.by_id or all(node.parent is None for node in core.cache.tree.nodes())
+        assert not core.cache.tree.by_id or all(node.parent is None for node in core.cache.tree.nodes())
         assert run(core, HISTORY).n_cached == 0
 
 

@@ -21,7 +21,7 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.namespace import is_unverified, owner_of, unverified
+from everwarm.state.lineage import is_unverified, owner_of, unverified
 from everwarm.state.store import slot_file
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.files import LEFT_S, TEMPORARY, Files, sweep

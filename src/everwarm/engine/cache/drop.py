@@ -37,7 +37,7 @@ class Dropper:
         self._leave(node, inside)
         self.returns.forget(doomed)
         n_objects = 0
-        n_segments = self.tree.census.n_segments
+        n_segments = self.tree.n_segments
         for n in doomed:
             self.ram.unpin(n)
         for n in reversed(doomed):  # children first: a node that has none and keeps nothing is pruned
@@ -47,7 +47,7 @@ class Dropper:
             if n.segment is not None:
                 self.tree.drop_segment(n)
         self.returns.forget_pruned()
-        n_objects += n_segments - self.tree.census.n_segments
+        n_objects += n_segments - self.tree.n_segments
         return Dropped(n_objects, n_before - self.tree.ram_bytes)
 
     def forget_words(self, namespace: str) -> None:

@@ -15,10 +15,9 @@ from everwarm.engine.slots import Residents
 from everwarm.engine.speed import Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
-from everwarm.state.ghosts import Eviction
 from everwarm.state.ram_eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
 from everwarm.state.returns import Returns, RunningVisit
-from everwarm.state.tree import Node, Tree
+from everwarm.state.tree import Eviction, Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
 LoadS = Callable[[Node, int], float | None]

@@ -19,7 +19,7 @@ class TimedPins:
         if node.is_pinned and node.id not in self._until:
             return
         pin(node)
-        self.tree.census.changed()
+        self.tree.changed()
         _, before = self._until.get(node.id, (node, until))
         self._until[node.id] = node, max(before, until)
         if len(self._until) > MOST_TIMED:

@@ -273,7 +273,7 @@ def _is_root() -> BadRequest:
 def _find(core: Core, order: m.CacheOrder) -> Node:
     """``NotFound`` also for a node of another namespace, so that its existence is not revealed."""
     tree = core.cache.tree
-    node = None if order.node is None else tree.census.by_id.get(order.node)
+    node = None if order.node is None else tree.by_id.get(order.node)
     if node is None or not tree.namespace(node).startswith(order.namespace):
         raise _not_found(order.node)
     return node

@@ -21,7 +21,6 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import TreeChanged
 from everwarm.llama.vocab import Vocab
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.tree import Node, Tree
 
 MAX_PAGE = 1000
@@ -73,16 +72,15 @@ class _Snapshot:
 def turn_page(core: Core, question: m.AskTree, number: Number) -> NodePage:
     """``TreeChanged``: the starting node is not in the tree any more."""
     tree = core.cache.tree
-    census = tree.census
     moment = _moment(core, number)
     is_on_disk = question.after is not None and question.after < 0
-    first = None if question.after is None else census.by_id.get(question.after)
+    first = None if question.after is None else tree.by_id.get(question.after)
     is_hidden = first is not None and not tree.namespace(first).startswith(question.namespace)
     if question.after is not None and (first is None or is_hidden) and not is_on_disk:
         raise tree_changed()
     shown = {name: root for name, root in tree.namespaces().items() if root.children or root.id in moment.running}
     view = view_of(tree, shown)
-    n_total = len(census.by_id) - (len(tree.roots()) - len(shown))
+    n_total = len(tree.by_id) - (len(tree.roots()) - len(shown))
     roots = [root for name, root in shown.items() if name.startswith(question.namespace)]
     nodes = [] if is_on_disk else list(islice(walk(roots, first), question.limit + 1))
     following = nodes.pop().id if len(nodes) > question.limit else None
@@ -102,7 +100,7 @@ def view_of(tree: Tree, shown: dict[str, Node] | None = None) -> TreeSnapshot:
     roots = tree.namespaces()
     names = {root.id: name for name, root in roots.items()}
     seen = {name: root for name, root in roots.items() if root.children} if shown is None else shown
-    return TreeSnapshot(list(tree.census.by_id), names, {name: root.id for name, root in seen.items()})
+    return TreeSnapshot(list(tree.by_id), names, {name: root.id for name, root in seen.items()})
 
 
 def tree_changed() -> TreeChanged:
@@ -158,7 +156,7 @@ def _row(node: Node, namespace: str, moment: _Snapshot, *, with_words: bool) -> 
         None if parent is None else parent.id,
         n_start,
         n_end,
-        namespace[:SHORT_NAMESPACE],
+        namespace[: m.SHORT_NAMESPACE],
         len(node.children),
         None if checkpoint is None else checkpoint.used_at + moment.to_unix,
         0 if checkpoint is None else checkpoint.hits,

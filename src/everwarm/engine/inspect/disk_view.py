@@ -23,7 +23,6 @@ from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_tree, kv_on_path
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
-from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.disk import Pin
 from everwarm.state.store.index import IndexedObject
@@ -129,7 +128,7 @@ class DiskView:
             self._last_copied = 0
             return True
         new = []
-        for node in reversed(tree.census.by_id.values()):  # a newer node has a greater id
+        for node in reversed(tree.by_id.values()):  # a newer node has a greater id
             if node.id <= self._last_copied:
                 break
             new.append(node)
@@ -289,7 +288,7 @@ def _seen(node: DiskNode, about: DiskNodeMeta | None, snapshot: DiskSnapshot, *,
         parent=None,
         start=0,
         end=0,
-        namespace=snapshot.namespace(node.space)[:SHORT_NAMESPACE],
+        namespace=snapshot.namespace(node.space)[: m.SHORT_NAMESPACE],
         n_children=snapshot.tree.n_children[node.id],
         last_use=None,
         hits=0,

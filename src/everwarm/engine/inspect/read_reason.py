@@ -13,9 +13,8 @@ import msgspec
 
 from everwarm.engine.process.messages import N_SHOWN, Diverged, Evicted, ReadReason, Reason
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.ghosts import Eviction, Parting
 from everwarm.state.policy import GUARD, is_new_conversation
-from everwarm.state.tree import Match
+from everwarm.state.tree import Eviction, Match, Parting
 
 _GIB = 1 << 30
 

@@ -30,7 +30,7 @@ def prompt_cost(core: Core, prompt: Prompt, namespace: str) -> PromptCost:
 
 def version_of(core: Core) -> int:
     """Changes with everything in RAM or on disk."""
-    return core.cache.tree.census.version + core.cache.tiers.disk.version
+    return core.cache.tree.version + core.cache.tiers.disk.version
 
 
 def report(core: Core, what: Literal["slots", "counts", "cache"], namespace: str = "") -> object:
@@ -92,8 +92,8 @@ def counts(core: Core) -> dict[str, Any]:
         "evictions": evictions(core),
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
         "ram_bytes": cache.tree.ram_bytes,
-        "ram_n_states": cache.tree.census.n_states,
-        "ram_n_segments": cache.tree.census.n_segments,
+        "ram_n_states": cache.tree.n_states,
+        "ram_n_segments": cache.tree.n_segments,
         "ram_budget_bytes": cache.ram_budget.n_bytes,
         "n_parked": len(cache.residents.spares.parked()),
         "n_spares": len(cache.residents.spares),
@@ -113,18 +113,18 @@ def counts(core: Core) -> dict[str, Any]:
 
 def summary(core: Core) -> dict[str, Any]:
     cache = core.cache
-    census = cache.tree.census
+    tree = cache.tree
     stats = cache.checkpoint_stats
     n_parked = len(cache.residents.spares.parked())
     ram = {
-        "bytes": cache.tree.ram_bytes,
+        "bytes": tree.ram_bytes,
         "budget_bytes": cache.ram_budget.n_bytes,
-        "n_states": census.n_states,
-        "n_segments": census.n_segments,
+        "n_states": tree.n_states,
+        "n_segments": tree.n_segments,
     }
     return {
         "version": version_of(core),
-        "n_nodes": len(census.by_id),
+        "n_nodes": len(tree.by_id),
         "engine": {
             "n_slots": len(core.slots),
             "n_running": sum(slot.request is not None and not slot.request.ask.ahead for slot in core.slots),

@@ -48,7 +48,7 @@ class StatusBoard:
         self.status = CoreStatus(
             n_running=sum(not request.ask.ahead for request in running),
             n_queued=len(self._queue),
-            tree_version=self._tree.census.version,
+            tree_version=self._tree.version,
             backlog=backlog_of(self._slots, self._queue, self._speed, self._counts.new_share),
         )
         self._due_at = time.monotonic() + STATUS_S

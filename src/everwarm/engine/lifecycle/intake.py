@@ -18,7 +18,7 @@ from everwarm.errors import BadRequest
 from everwarm.llama.context import Context
 from everwarm.llama.sampler import Sampler, ThinkingLimit
 from everwarm.llama.vocab import Vocab
-from everwarm.state.namespace import adapted
+from everwarm.state.lineage import adapted
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,8 @@ from everwarm.llama.context import Context
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.lineage import n_items_of
-from everwarm.state.partings import Partings
 from everwarm.state.policy import Cut, CutKind
-from everwarm.state.returns import Returns
+from everwarm.state.returns import Partings, Returns
 from everwarm.state.tree import Match
 
 

@@ -27,6 +27,7 @@ from everwarm.errors import EverwarmError, FrameTooLarge, PromptTooLong
 MAX_FRAME_BYTES: Final = 256 << 20  # to the engine
 MAX_ANSWER_BYTES: Final = 64 << 20  # to the gateway
 HEADER: Final = struct.Struct("<IIQ")
+SHORT_NAMESPACE: Final = 12  # characters that are shown of a namespace's name
 N_SHOWN: Final = 16  # items on each side of where a prompt differs from what was known
 
 

@@ -23,7 +23,7 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.tiers.arriving import Arriving
 from everwarm.engine.tiers.loader import Fetch, LoadedPoint, LoadOutcome
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
-from everwarm.state.namespace import owner_of
+from everwarm.state.lineage import owner_of
 from everwarm.state.store.object import Damaged, SlotPoint
 from everwarm.state.store.slot_file import Claim
 

@@ -35,7 +35,7 @@ from everwarm.errors import BadRequest, MemoryFault, StateRejected
 from everwarm.llama.blobs import HEADER_BYTES, in_streams, trunk
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.namespace import is_adapted, is_unverified, owner_of, unverified
+from everwarm.state.lineage import is_adapted, is_unverified, owner_of, unverified
 from everwarm.state.policy import CutKind, KeptCheckpoint, worth_saving
 from everwarm.state.returns import Continuation
 from everwarm.state.store.arena import Arena

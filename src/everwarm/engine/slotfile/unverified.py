@@ -1,6 +1,6 @@
 """Conversations from slot files of unknown origin: which requests continue one, and in which namespace.
 
-Each file has a namespace of its own (``state.namespace``). A request is moved into it as a whole, before anything is
+Each file has a namespace of its own (``state.lineage``). A request is moved into it as a whole, before anything is
 looked up for it, and stays there; so no other namespace knows what it reads, and nothing of it leaves RAM.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.request import Ask
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.namespace import is_unverified, is_volatile, owner_of
+from everwarm.state.lineage import is_unverified, is_volatile, owner_of
 
 
 @dataclass(slots=True)

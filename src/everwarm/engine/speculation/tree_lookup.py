@@ -18,8 +18,7 @@ import numpy as np
 from everwarm.engine.speculation.draft_length import Proposal, Tokens
 from everwarm.engine.speculation.suffix_lookup import confidence_of, longest_match
 from everwarm.engine.tiers.lower_tiers import LowerTiers
-from everwarm.state.lineage import root_key, short_key
-from everwarm.state.namespace import is_volatile
+from everwarm.state.lineage import is_volatile, root_key, short_key
 from everwarm.state.tree import Node, Tree
 
 MOST_TOKENS = 1 << 15
@@ -111,7 +110,7 @@ class TreeLookup:
         self._on_disk.forget()
 
     def _texts_of(self, namespace: str) -> Tokens:
-        known, version = self._texts.pop(namespace, None), self._tree.census.version
+        known, version = self._texts.pop(namespace, None), self._tree.version
         if known is None or (known.version != version and known.n_looks >= GATHER_EVERY):
             root = self._tree.namespaces().get(namespace)
             known = _Texts(GAP if root is None else gathered(root), version)

@@ -28,8 +28,7 @@ from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.lineage import root_key
-from everwarm.state.namespace import is_volatile
+from everwarm.state.lineage import is_volatile, root_key
 from everwarm.state.policy import GUARD, CutKind
 from everwarm.state.segment_merge import fetched
 from everwarm.state.store.folder_meta import n_foreign_items

@@ -28,8 +28,7 @@ from everwarm.engine.tiers.pinned_arena import Pinning
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import MediaRow, Prompt
-from everwarm.state.lineage import Chunks, keys, root_key
-from everwarm.state.namespace import is_volatile
+from everwarm.state.lineage import Chunks, is_volatile, keys, root_key
 from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.store.arena import Arena, Found
@@ -207,10 +206,10 @@ class Ram:
         if node.is_pinned:
             return
         pin(node)
-        self._tree.census.changed()
+        self._tree.changed()
         if node.root().is_volatile:
             return
-        self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.census.by_id}
+        self._pins = {id: blob for id, blob in self._pins.items() if id in self._tree.by_id}
         blob = self._pins[node.id] = self.arena.place(1)
         blob[:] = 0
         self._notes.put(

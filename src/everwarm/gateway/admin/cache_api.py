@@ -34,7 +34,6 @@ from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.settings import ServerSettings
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervise.supervisor import State, Supervisor
-from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.types import Json
 
 MAX_PAGE = 1000
@@ -194,7 +193,7 @@ def _caller(request: Request) -> Json:
     """The caller's role and namespace, so that a page can show what its key may do."""
     principal = principal_of(request)
     namespace = principal.namespace(request.query_params.get("cache_salt"))
-    return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[:SHORT_NAMESPACE]}}
+    return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[: m.SHORT_NAMESPACE]}}
 
 
 def _running(standing: Standing) -> Supervisor:

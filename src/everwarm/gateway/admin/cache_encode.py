@@ -7,7 +7,6 @@ from everwarm.gateway.admin.request_log import RequestLog, RequestRecord, Totals
 from everwarm.gateway.openai import encode
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine
 from everwarm.router.pool import Standing
-from everwarm.state.namespace import SHORT_NAMESPACE
 from everwarm.types import Json
 
 
@@ -42,7 +41,7 @@ def request(row: RequestRecord, *, with_words: bool) -> Json:
 def volatile_line(line: VolatileLine, namespace: str, *, with_words: bool) -> Json:
     """Without ``with_words`` the line is shown by its number only."""
     return {
-        "namespace": namespace[:SHORT_NAMESPACE],
+        "namespace": namespace[: m.SHORT_NAMESPACE],
         "line": line.number,
         "before": line.before if with_words else None,
         "after": line.after if with_words else None,
