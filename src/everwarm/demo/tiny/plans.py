@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Literal
+
+from gguf import TokenType
 
 ARCHITECTURES: tuple[str, ...] = (
     "qwen35",
@@ -49,24 +50,6 @@ _N_EXPERTS_USED = 2
 _OUTPUT_NORM_NAMES = {"lfm2": "token_embd_norm.weight"}
 
 
-class TokenType(IntEnum):
-    """The values of `tokenizer.ggml.token_type` used here."""
-
-    NORMAL = 1
-    CONTROL = 3
-    USER_DEFINED = 4
-    UNUSED = 5
-
-
-@dataclass(frozen=True, slots=True)
-class TinyVocabulary:
-    """Token texts and types by id, and the one merge that libllama insists on."""
-
-    tokens: tuple[str, ...]
-    types: tuple[TokenType, ...]
-    merges: tuple[str, ...]
-
-
 _SPECIAL: tuple[tuple[str, TokenType], ...] = (
     ("<|endoftext|>", TokenType.CONTROL),
     ("<|im_start|>", TokenType.CONTROL),
@@ -86,7 +69,7 @@ END_OF_TEXT = 256
 IM_END = 258
 
 # libllama refuses a missing merges list. Neither side of this pair can be built by a merge, so it never applies.
-_DEAD_MERGE = "<|vision_start|> <|vision_end|>"
+DEAD_MERGE = "<|vision_start|> <|vision_end|>"
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -101,16 +84,12 @@ def byte_alphabet() -> tuple[str, ...]:
     return tuple(chr(byte) if byte in printable else chr(next(stand_ins)) for byte in range(N_BYTES))
 
 
-def vocabulary(n_tokens: int, markers: tuple[str, ...] = ()) -> TinyVocabulary:
-    """The base tokens, these markers, and as many unused ones as it takes to reach `n_tokens`."""
-    special = (*_SPECIAL, *((text, TokenType.CONTROL) for text in markers))
-    n_filler = n_tokens - N_BYTES - len(special)
-    filler = tuple(f"<|unused_{i}|>" for i in range(n_filler))
-    return TinyVocabulary(
-        tokens=byte_alphabet() + tuple(text for text, _ in special) + filler,
-        types=(TokenType.NORMAL,) * N_BYTES + tuple(kind for _, kind in special) + (TokenType.UNUSED,) * n_filler,
-        merges=(_DEAD_MERGE,),
-    )
+def vocabulary(n_tokens: int, markers: tuple[str, ...] = ()) -> dict[str, TokenType]:
+    """Token texts in the order of their ids: the base tokens, these markers, and as many unused ones as it takes to reach
+    `n_tokens`."""
+    tokens = dict.fromkeys(byte_alphabet(), TokenType.NORMAL)
+    tokens |= dict(_SPECIAL) | dict.fromkeys(markers, TokenType.CONTROL)
+    return tokens | {f"<|unused_{i}|>": TokenType.UNUSED for i in range(n_tokens - len(tokens))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +155,32 @@ class TinySpec:
     def _n_named_tokens(self) -> int:
         return N_BASE_TOKENS + len(self.markers)
 
+    # what follows from the width
+
+    @property
+    def head(self) -> int:
+        """The size of an attention head."""
+        if self.width < 256:
+            return 32
+        return 64 if self.width < 1024 or self.width % 128 else 128
+
+    @property
+    def n_heads(self) -> int:
+        return self.width // self.head
+
+    @property
+    def n_kv_heads(self) -> int:
+        return _divisor_up_to(self.n_heads, self.n_heads // 2 if self.n_heads < 8 else self.n_heads // 4)
+
+    @property
+    def inner(self) -> int:
+        """The width inside a recurrent layer."""
+        return 2 * self.width
+
+    @property
+    def feed_forward(self) -> int:
+        return 2 * self.width
+
 
 Kind = Literal[
     "embedding",
@@ -225,27 +230,6 @@ class _Block:
     recurs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Head and state sizes that follow from the width."""
-
-    width: int
-    head: int
-    n_heads: int
-    n_kv_heads: int
-    inner: int
-    feed_forward: int
-
-
-def _sizes(width: int) -> _Sizes:
-    head = 32
-    if width >= 256:
-        head = 64 if width < 1024 or width % 128 else 128
-    n_heads = width // head
-    n_kv_heads = _divisor_up_to(n_heads, n_heads // 2 if n_heads < 8 else n_heads // 4)
-    return _Sizes(width, head, n_heads, n_kv_heads, inner=2 * width, feed_forward=2 * width)
-
-
 def _divisor_up_to(n: int, limit: int) -> int:
     """The largest divisor of `n` that is not above `limit` (1 if there is none)."""
     return next((d for d in range(limit, 1, -1) if n % d == 0), 1)
@@ -255,162 +239,162 @@ def _layer(index: int, *parts: tuple[str, tuple[int, ...], Kind]) -> tuple[Tenso
     return tuple(Tensor(f"blk.{index}.{name}", shape, kind) for name, shape, kind in parts)
 
 
-def _attention_hyper(s: _Sizes, n_kv_heads: int | tuple[int, ...]) -> Hyper:
+def _attention_hyper(spec: TinySpec, n_kv_heads: int | tuple[int, ...]) -> Hyper:
     return {
-        "attention.head_count": s.n_heads,
+        "attention.head_count": spec.n_heads,
         "attention.head_count_kv": n_kv_heads,
-        "attention.key_length": s.head,
-        "attention.value_length": s.head,
-        "rope.dimension_count": s.head,
+        "attention.key_length": spec.head,
+        "attention.value_length": spec.head,
+        "rope.dimension_count": spec.head,
         "rope.freq_base": 1e6,
     }
 
 
-def _attention(i: int, s: _Sizes, query_factor: int = 1) -> tuple[Tensor, ...]:
-    queries = s.head * s.n_heads
-    keys = s.head * s.n_kv_heads
+def _attention(i: int, spec: TinySpec, query_factor: int = 1) -> tuple[Tensor, ...]:
+    queries = spec.head * spec.n_heads
+    keys = spec.head * spec.n_kv_heads
     return _layer(
         i,
-        ("attn_q.weight", (s.width, queries * query_factor), "matrix"),
-        ("attn_k.weight", (s.width, keys), "matrix"),
-        ("attn_v.weight", (s.width, keys), "matrix"),
-        ("attn_output.weight", (queries, s.width), "matrix"),
+        ("attn_q.weight", (spec.width, queries * query_factor), "matrix"),
+        ("attn_k.weight", (spec.width, keys), "matrix"),
+        ("attn_v.weight", (spec.width, keys), "matrix"),
+        ("attn_output.weight", (queries, spec.width), "matrix"),
     )
 
 
-def _query_key_norms(i: int, s: _Sizes) -> tuple[Tensor, ...]:
-    return _layer(i, ("attn_q_norm.weight", (s.head,), "norm"), ("attn_k_norm.weight", (s.head,), "norm"))
+def _query_key_norms(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+    return _layer(i, ("attn_q_norm.weight", (spec.head,), "norm"), ("attn_k_norm.weight", (spec.head,), "norm"))
 
 
-def _norms(i: int, s: _Sizes, *names: str) -> tuple[Tensor, ...]:
-    return _layer(i, *((name, (s.width,), "norm") for name in names))
+def _norms(i: int, spec: TinySpec, *names: str) -> tuple[Tensor, ...]:
+    return _layer(i, *((name, (spec.width,), "norm") for name in names))
 
 
-def _gated_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
-    return _layer(i, ("ffn_gate.weight", (s.width, s.feed_forward), "matrix")) + _plain_feed_forward(i, s)
+def _gated_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+    return _layer(i, ("ffn_gate.weight", (spec.width, spec.feed_forward), "matrix")) + _plain_feed_forward(i, spec)
 
 
-def _plain_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+def _plain_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
     return _layer(
         i,
-        ("ffn_up.weight", (s.width, s.feed_forward), "matrix"),
-        ("ffn_down.weight", (s.feed_forward, s.width), "matrix"),
+        ("ffn_up.weight", (spec.width, spec.feed_forward), "matrix"),
+        ("ffn_down.weight", (spec.feed_forward, spec.width), "matrix"),
     )
 
 
-def _expert_hyper(s: _Sizes) -> Hyper:
+def _expert_hyper(spec: TinySpec) -> Hyper:
     return {
         "expert_count": _N_EXPERTS,
         "expert_used_count": _N_EXPERTS_USED,
-        "expert_feed_forward_length": s.feed_forward // 4,
-        "expert_shared_feed_forward_length": s.feed_forward // 4,
+        "expert_feed_forward_length": spec.feed_forward // 4,
+        "expert_shared_feed_forward_length": spec.feed_forward // 4,
     }
 
 
-def _expert_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
+def _expert_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
     """A few experts, chosen for each token, and one that all tokens share; not gated."""
-    n = s.feed_forward // 4
+    n = spec.feed_forward // 4
     return _layer(
         i,
-        ("ffn_gate_inp.weight", (s.width, _N_EXPERTS), "small_matrix"),
-        ("ffn_up_exps.weight", (s.width, n, _N_EXPERTS), "experts"),
-        ("ffn_down_exps.weight", (n, s.width, _N_EXPERTS), "experts"),
-        ("ffn_up_shexp.weight", (s.width, n), "matrix"),
-        ("ffn_down_shexp.weight", (n, s.width), "matrix"),
+        ("ffn_gate_inp.weight", (spec.width, _N_EXPERTS), "small_matrix"),
+        ("ffn_up_exps.weight", (spec.width, n, _N_EXPERTS), "experts"),
+        ("ffn_down_exps.weight", (n, spec.width, _N_EXPERTS), "experts"),
+        ("ffn_up_shexp.weight", (spec.width, n), "matrix"),
+        ("ffn_down_shexp.weight", (n, spec.width), "matrix"),
     )
 
 
-def _gated_expert_feed_forward(i: int, s: _Sizes) -> tuple[Tensor, ...]:
-    n = s.feed_forward // 4
-    return _expert_feed_forward(i, s) + _layer(
+def _gated_expert_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+    n = spec.feed_forward // 4
+    return _expert_feed_forward(i, spec) + _layer(
         i,
-        ("ffn_gate_exps.weight", (s.width, n, _N_EXPERTS), "experts"),
-        ("ffn_gate_shexp.weight", (s.width, n), "matrix"),
-        ("ffn_gate_inp_shexp.weight", (s.width,), "bias"),
+        ("ffn_gate_exps.weight", (spec.width, n, _N_EXPERTS), "experts"),
+        ("ffn_gate_shexp.weight", (spec.width, n), "matrix"),
+        ("ffn_gate_inp_shexp.weight", (spec.width,), "bias"),
     )
 
 
-def _mamba2_hyper(s: _Sizes, n_groups: int) -> Hyper:
+def _mamba2_hyper(spec: TinySpec, n_groups: int) -> Hyper:
     return {
         "ssm.conv_kernel": CONV_KERNEL,
-        "ssm.inner_size": s.inner,
+        "ssm.inner_size": spec.inner,
         "ssm.state_size": _MAMBA2_STATE,
-        "ssm.time_step_rank": s.inner // s.head,
+        "ssm.time_step_rank": spec.inner // spec.head,
         "ssm.group_count": n_groups,
     }
 
 
-def _mamba2(i: int, s: _Sizes, n_groups: int) -> tuple[Tensor, ...]:
-    n_heads = s.inner // s.head
-    n_conv = s.inner + 2 * n_groups * _MAMBA2_STATE
+def _mamba2(i: int, spec: TinySpec, n_groups: int) -> tuple[Tensor, ...]:
+    n_heads = spec.inner // spec.head
+    n_conv = spec.inner + 2 * n_groups * _MAMBA2_STATE
     return _layer(
         i,
-        ("ssm_in.weight", (s.width, s.inner + n_conv + n_heads), "matrix"),
+        ("ssm_in.weight", (spec.width, spec.inner + n_conv + n_heads), "matrix"),
         ("ssm_conv1d.weight", (CONV_KERNEL, n_conv), "conv"),
         ("ssm_conv1d.bias", (n_conv,), "bias"),
         ("ssm_dt.bias", (n_heads,), "step_bias"),
         ("ssm_a", (1, n_heads), "decay"),
         ("ssm_d", (1, n_heads), "skip"),
-        ("ssm_norm.weight", (s.inner // n_groups, n_groups), "norm"),
-        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+        ("ssm_norm.weight", (spec.inner // n_groups, n_groups), "norm"),
+        ("ssm_out.weight", (spec.inner, spec.width), "matrix"),
     )
 
 
-def _mamba1_hyper(s: _Sizes) -> Hyper:
+def _mamba1_hyper(spec: TinySpec) -> Hyper:
     return {
         "ssm.conv_kernel": CONV_KERNEL,
-        "ssm.inner_size": s.inner,
+        "ssm.inner_size": spec.inner,
         "ssm.state_size": _MAMBA1_STATE,
-        "ssm.time_step_rank": _mamba1_rank(s),
+        "ssm.time_step_rank": _mamba1_rank(spec),
     }
 
 
-def _mamba1_rank(s: _Sizes) -> int:
-    return max(8, s.width // 16)
+def _mamba1_rank(spec: TinySpec) -> int:
+    return max(8, spec.width // 16)
 
 
-def _mamba1(i: int, s: _Sizes) -> tuple[Tensor, ...]:
-    rank = _mamba1_rank(s)
+def _mamba1(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+    rank = _mamba1_rank(spec)
     return _layer(
         i,
-        ("ssm_in.weight", (s.width, 2 * s.inner), "matrix"),
-        ("ssm_conv1d.weight", (CONV_KERNEL, s.inner), "conv"),
-        ("ssm_conv1d.bias", (s.inner,), "bias"),
-        ("ssm_x.weight", (s.inner, rank + 2 * _MAMBA1_STATE), "matrix"),
+        ("ssm_in.weight", (spec.width, 2 * spec.inner), "matrix"),
+        ("ssm_conv1d.weight", (CONV_KERNEL, spec.inner), "conv"),
+        ("ssm_conv1d.bias", (spec.inner,), "bias"),
+        ("ssm_x.weight", (spec.inner, rank + 2 * _MAMBA1_STATE), "matrix"),
         ("ssm_dt_norm.weight", (rank,), "norm"),
-        ("ssm_dt.weight", (rank, s.inner), "small_matrix"),
-        ("ssm_dt.bias", (s.inner,), "step_bias"),
+        ("ssm_dt.weight", (rank, spec.inner), "small_matrix"),
+        ("ssm_dt.bias", (spec.inner,), "step_bias"),
         ("ssm_b_norm.weight", (_MAMBA1_STATE,), "norm"),
         ("ssm_c_norm.weight", (_MAMBA1_STATE,), "norm"),
-        ("ssm_a", (_MAMBA1_STATE, s.inner), "decay"),
-        ("ssm_d", (s.inner,), "skip"),
-        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+        ("ssm_a", (_MAMBA1_STATE, spec.inner), "decay"),
+        ("ssm_d", (spec.inner,), "skip"),
+        ("ssm_out.weight", (spec.inner, spec.width), "matrix"),
     )
 
 
-def _delta_net(i: int, s: _Sizes, *, joined: bool = False) -> tuple[Tensor, ...]:
+def _delta_net(i: int, spec: TinySpec, *, joined: bool = False) -> tuple[Tensor, ...]:
     """``joined``: beta and alpha are one matrix."""
-    n_values, n_keys = _delta_heads(s)
-    rates: tuple[tuple[str, tuple[int, ...], Kind], ...] = (("ssm_ba.weight", (s.width, 2 * n_values), "matrix"),)
+    n_values, n_keys = _delta_heads(spec)
+    rates: tuple[tuple[str, tuple[int, ...], Kind], ...] = (("ssm_ba.weight", (spec.width, 2 * n_values), "matrix"),)
     if not joined:
-        rates = tuple((f"{name}.weight", (s.width, n_values), "matrix") for name in ("ssm_beta", "ssm_alpha"))
-    n_conv = 2 * n_keys * s.head + s.inner
+        rates = tuple((f"{name}.weight", (spec.width, n_values), "matrix") for name in ("ssm_beta", "ssm_alpha"))
+    n_conv = 2 * n_keys * spec.head + spec.inner
     return _layer(
         i,
-        ("attn_qkv.weight", (s.width, n_conv), "matrix"),
-        ("attn_gate.weight", (s.width, s.inner), "matrix"),
+        ("attn_qkv.weight", (spec.width, n_conv), "matrix"),
+        ("attn_gate.weight", (spec.width, spec.inner), "matrix"),
         ("ssm_conv1d.weight", (CONV_KERNEL, n_conv), "conv"),
         ("ssm_dt.bias", (n_values,), "step_bias"),
         ("ssm_a", (n_values,), "decay"),
         *rates,
-        ("ssm_norm.weight", (s.head,), "norm"),
-        ("ssm_out.weight", (s.inner, s.width), "matrix"),
+        ("ssm_norm.weight", (spec.head,), "norm"),
+        ("ssm_out.weight", (spec.inner, spec.width), "matrix"),
     )
 
 
-def _delta_heads(s: _Sizes) -> tuple[int, int]:
+def _delta_heads(spec: TinySpec) -> tuple[int, int]:
     """How many value heads and how many key heads a Gated DeltaNet layer has."""
-    n_values = s.inner // s.head
+    n_values = spec.inner // spec.head
     return n_values, _divisor_up_to(n_values, n_values // 2)
 
 
@@ -419,24 +403,24 @@ def _mid_period(i: int) -> bool:
     return i % 4 == 2
 
 
-def _kv_heads_by_layer(n_layers: int, s: _Sizes) -> tuple[int, ...]:
-    return tuple(s.n_kv_heads if _mid_period(i) else 0 for i in range(n_layers))
+def _kv_heads_by_layer(spec: TinySpec) -> tuple[int, ...]:
+    return tuple(spec.n_kv_heads if _mid_period(i) else 0 for i in range(spec.n_layers))
 
 
-def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+def _qwen35(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     """Three layers in four are Gated DeltaNets. The dense one, the one with experts, and Qwen3-Next, which has experts,
     joins two matrices and rotates by plain positions."""
-    n_rotated, (n_values, n_keys) = s.head // 4, _delta_heads(s)
+    n_rotated, (n_values, n_keys) = spec.head // 4, _delta_heads(spec)
     half = n_rotated // 2
     is_next, is_dense = spec.arch == "qwen3next", spec.arch == "qwen35"
-    hyper: Hyper = _attention_hyper(s, s.n_kv_heads) | {
-        "feed_forward_length": s.feed_forward,
+    hyper: Hyper = _attention_hyper(spec, spec.n_kv_heads) | {
+        "feed_forward_length": spec.feed_forward,
         "rope.dimension_count": n_rotated,
         "rope.dimension_sections": ((half + 2) // 3, (half + 1) // 3, half // 3, 0),
         "rope.freq_base": 1e7,
         "ssm.conv_kernel": CONV_KERNEL,
-        "ssm.inner_size": s.inner,
-        "ssm.state_size": s.head,
+        "ssm.inner_size": spec.inner,
+        "ssm.state_size": spec.head,
         "ssm.time_step_rank": n_values,
         "ssm.group_count": n_keys,
         "full_attention_interval": 4,
@@ -444,20 +428,20 @@ def _qwen35(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
     if is_next:
         del hyper["rope.dimension_sections"]
     if not is_dense:
-        hyper |= _expert_hyper(s)
+        hyper |= _expert_hyper(spec)
     feed_forward = _gated_feed_forward if is_dense else _gated_expert_feed_forward
 
     def block(i: int, *, attends: bool) -> _Block:
-        outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight") + feed_forward(i, s)
+        outer = _norms(i, spec, "attn_norm.weight", "post_attention_norm.weight") + feed_forward(i, spec)
         if not attends:
-            return _Block(outer + _delta_net(i, s, joined=is_next), recurs=True)
-        return _Block(outer + _attention(i, s, query_factor=2) + _query_key_norms(i, s), attends=True)
+            return _Block(outer + _delta_net(i, spec, joined=is_next), recurs=True)
+        return _Block(outer + _attention(i, spec, query_factor=2) + _query_key_norms(i, spec), attends=True)
 
     blocks = [block(i, attends=(i + 1) % 4 == 0) for i in range(spec.n_layers)]
     if not spec.mtp:
         return hyper, blocks
     head = block(spec.n_layers, attends=True)
-    more = mtp_tensors(spec.n_layers, s.width)
+    more = mtp_tensors(spec.n_layers, spec.width)
     return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head.tensors + more)]
 
 
@@ -472,127 +456,126 @@ def mtp_tensors(i: int, width: int) -> tuple[Tensor, ...]:
     )
 
 
-def _jamba(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba1_hyper(s)
-    return hyper | {"feed_forward_length": s.feed_forward}, _mid_period_blocks(spec, s, _mamba1)
+def _jamba(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(spec, _kv_heads_by_layer(spec)) | _mamba1_hyper(spec)
+    return hyper | {"feed_forward_length": spec.feed_forward}, _mid_period_blocks(spec, _mamba1)
 
 
-def _granitehybrid(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s)) | _mamba2_hyper(s, n_groups=1)
-    blocks = _mid_period_blocks(spec, s, lambda i, sizes: _mamba2(i, sizes, n_groups=1))
-    return hyper | {"feed_forward_length": s.feed_forward}, blocks
+def _granitehybrid(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(spec, _kv_heads_by_layer(spec)) | _mamba2_hyper(spec, n_groups=1)
+    blocks = _mid_period_blocks(spec, lambda i, spec: _mamba2(i, spec, n_groups=1))
+    return hyper | {"feed_forward_length": spec.feed_forward}, blocks
 
 
-def _mid_period_blocks(
-    spec: TinySpec, s: _Sizes, recurrence: Callable[[int, _Sizes], tuple[Tensor, ...]]
-) -> list[_Block]:
+def _mid_period_blocks(spec: TinySpec, recurrence: Callable[[int, TinySpec], tuple[Tensor, ...]]) -> list[_Block]:
     def block(i: int) -> _Block:
-        outer = _norms(i, s, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, s)
+        outer = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, spec)
         if _mid_period(i):
-            return _Block(outer + _attention(i, s), attends=True)
-        return _Block(outer + recurrence(i, s), recurs=True)
+            return _Block(outer + _attention(i, spec), attends=True)
+        return _Block(outer + recurrence(i, spec), recurs=True)
 
     return [block(i) for i in range(spec.n_layers)]
 
 
-def _falcon_h1(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _attention_hyper(s, s.n_kv_heads) | _mamba2_hyper(s, n_groups=2)
+def _falcon_h1(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(spec, spec.n_kv_heads) | _mamba2_hyper(spec, n_groups=2)
 
     def block(i: int) -> _Block:
-        outer = _norms(i, s, "attn_norm.weight", "ffn_norm") + _gated_feed_forward(i, s)  # sic: no ".weight"
-        return _Block(outer + _attention(i, s) + _mamba2(i, s, n_groups=2), attends=True, recurs=True)
+        outer = _norms(i, spec, "attn_norm.weight", "ffn_norm") + _gated_feed_forward(i, spec)  # sic: no ".weight"
+        return _Block(outer + _attention(i, spec) + _mamba2(i, spec, n_groups=2), attends=True, recurs=True)
 
-    return hyper | {"feed_forward_length": s.feed_forward}, [block(i) for i in range(spec.n_layers)]
+    return hyper | {"feed_forward_length": spec.feed_forward}, [block(i) for i in range(spec.n_layers)]
 
 
-def _nemotron_h(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+def _nemotron_h(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     """Every layer is one thing only: in each four, a recurrence, a feed-forward, an attention, a recurrence. With experts,
     a head attends and has experts of its own."""
     n_head = int(spec.mtp)
     has_experts = spec.arch == "nemotron_h_moe"
-    feed_forward = tuple(s.feed_forward if i % 4 == 1 else 0 for i in range(spec.n_layers)) + (0,) * n_head
-    kv_heads = _kv_heads_by_layer(spec.n_layers, s) + (s.n_kv_heads,) * n_head
-    hyper = _attention_hyper(s, kv_heads) | _mamba2_hyper(s, n_groups=2)
+    feed_forward = tuple(spec.feed_forward if i % 4 == 1 else 0 for i in range(spec.n_layers)) + (0,) * n_head
+    kv_heads = _kv_heads_by_layer(spec) + (spec.n_kv_heads,) * n_head
+    hyper = _attention_hyper(spec, kv_heads) | _mamba2_hyper(spec, n_groups=2)
     hyper |= {"feed_forward_length": feed_forward, "attention.layer_norm_epsilon": _RMS_EPSILON}
     if has_experts:
-        hyper |= _expert_hyper(s) | {"expert_shared_count": 1}
+        hyper |= _expert_hyper(spec) | {"expert_shared_count": 1}
 
     def experts(i: int) -> tuple[Tensor, ...]:
-        return _expert_feed_forward(i, s) + _layer(i, ("exp_probs_b.bias", (_N_EXPERTS,), "bias"))
+        return _expert_feed_forward(i, spec) + _layer(i, ("exp_probs_b.bias", (_N_EXPERTS,), "bias"))
 
     def block(i: int) -> _Block:
-        norm = _norms(i, s, "attn_norm.weight")
+        norm = _norms(i, spec, "attn_norm.weight")
         if feed_forward[i]:
-            return _Block(norm + (experts(i) if has_experts else _plain_feed_forward(i, s)))
+            return _Block(norm + (experts(i) if has_experts else _plain_feed_forward(i, spec)))
         if _mid_period(i):
-            return _Block(norm + _attention(i, s), attends=True)
-        return _Block(norm + _mamba2(i, s, n_groups=2), recurs=True)
+            return _Block(norm + _attention(i, spec), attends=True)
+        return _Block(norm + _mamba2(i, spec, n_groups=2), recurs=True)
 
     blocks = [block(i) for i in range(spec.n_layers)]
     if not spec.mtp:
         return hyper, blocks
     i = spec.n_layers
-    outer = _norms(i, s, "attn_norm.weight", "post_attention_norm.weight")
-    head = outer + _attention(i, s) + experts(i) + mtp_tensors(i, s.width)
+    outer = _norms(i, spec, "attn_norm.weight", "post_attention_norm.weight")
+    head = outer + _attention(i, spec) + experts(i) + mtp_tensors(i, spec.width)
     return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head)]
 
 
-def _lfm2(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _attention_hyper(s, _kv_heads_by_layer(spec.n_layers, s))
-    hyper |= {"feed_forward_length": s.feed_forward, "shortconv.l_cache": 3}
+def _lfm2(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(spec, _kv_heads_by_layer(spec))
+    hyper |= {"feed_forward_length": spec.feed_forward, "shortconv.l_cache": 3}
 
     def block(i: int) -> _Block:
-        outer = _norms(i, s, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, s)
+        outer = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, spec)
         if _mid_period(i):
-            return _Block(outer + _attention(i, s) + _query_key_norms(i, s), attends=True)
+            return _Block(outer + _attention(i, spec) + _query_key_norms(i, spec), attends=True)
         short_conv = _layer(
             i,
-            ("shortconv.conv.weight", (3, s.width), "conv"),
-            ("shortconv.in_proj.weight", (s.width, 3 * s.width), "matrix"),
-            ("shortconv.out_proj.weight", (s.width, s.width), "matrix"),
+            ("shortconv.conv.weight", (3, spec.width), "conv"),
+            ("shortconv.in_proj.weight", (spec.width, 3 * spec.width), "matrix"),
+            ("shortconv.out_proj.weight", (spec.width, spec.width), "matrix"),
         )
         return _Block(outer + short_conv, recurs=True)
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-def _mamba2_only(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _mamba2_hyper(s, n_groups=1) | {"feed_forward_length": 0, "attention.head_count": 0}
+def _mamba2_only(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _mamba2_hyper(spec, n_groups=1) | {"feed_forward_length": 0, "attention.head_count": 0}
     blocks = [
-        _Block(_norms(i, s, "attn_norm.weight") + _mamba2(i, s, n_groups=1), recurs=True) for i in range(spec.n_layers)
+        _Block(_norms(i, spec, "attn_norm.weight") + _mamba2(i, spec, n_groups=1), recurs=True)
+        for i in range(spec.n_layers)
     ]
     return hyper, blocks
 
 
-def _gemma3(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
+def _gemma3(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     """Every third layer sees the whole past; the others only the window."""
-    hyper = _attention_hyper(s, s.n_kv_heads) | {
-        "feed_forward_length": s.feed_forward,
+    hyper = _attention_hyper(spec, spec.n_kv_heads) | {
+        "feed_forward_length": spec.feed_forward,
         "attention.sliding_window": SLIDING_WINDOW,
         "attention.sliding_window_pattern": tuple(i % 3 != 2 for i in range(spec.n_layers)),
     }
     names = ("attn_norm.weight", "post_attention_norm.weight", "ffn_norm.weight", "post_ffw_norm.weight")
 
     def block(i: int) -> _Block:
-        attention = _attention(i, s) + _query_key_norms(i, s)
-        return _Block(_norms(i, s, *names) + attention + _gated_feed_forward(i, s), attends=True)
+        attention = _attention(i, spec) + _query_key_norms(i, spec)
+        return _Block(_norms(i, spec, *names) + attention + _gated_feed_forward(i, spec), attends=True)
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-def _llama(spec: TinySpec, s: _Sizes) -> tuple[Hyper, list[_Block]]:
-    hyper = _attention_hyper(s, s.n_kv_heads) | {"feed_forward_length": s.feed_forward}
+def _llama(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+    hyper = _attention_hyper(spec, spec.n_kv_heads) | {"feed_forward_length": spec.feed_forward}
     if spec.long_rope is not None:
         hyper |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": spec.long_rope}
 
     def block(i: int) -> _Block:
-        norms = _norms(i, s, "attn_norm.weight", "ffn_norm.weight")
-        return _Block(norms + _attention(i, s) + _gated_feed_forward(i, s), attends=True)
+        norms = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight")
+        return _Block(norms + _attention(i, spec) + _gated_feed_forward(i, spec), attends=True)
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-_PLANNERS: dict[str, Callable[[TinySpec, _Sizes], tuple[Hyper, list[_Block]]]] = {
+_PLANNERS: dict[str, Callable[[TinySpec], tuple[Hyper, list[_Block]]]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen35,
@@ -612,7 +595,7 @@ _EMBEDDING_KINDS: dict[str, Kind] = {"gemma3": "matrix"}  # libllama multiplies 
 def plan_tiny(spec: TinySpec) -> Plan:
     """Everything about the model except its numbers. The output matrix is not the embedding, or a
     model would mostly repeat its last token."""
-    hyper, blocks = _PLANNERS[spec.arch](spec, _sizes(spec.width))
+    hyper, blocks = _PLANNERS[spec.arch](spec)
     shared: Hyper = {
         "context_length": spec.context_length,
         "embedding_length": spec.width,
@@ -635,4 +618,4 @@ def plan_tiny(spec: TinySpec) -> Plan:
 
 def _rope_factors(spec: TinySpec) -> tuple[Tensor, ...]:
     names = ("long", "short") if spec.long_rope is not None else ()
-    return tuple(Tensor(f"rope_factors_{name}.weight", (_sizes(spec.width).head // 2,), "factors") for name in names)
+    return tuple(Tensor(f"rope_factors_{name}.weight", (spec.head // 2,), "factors") for name in names)

@@ -28,6 +28,7 @@ from gguf import GGMLQuantizationType, GGUFType, GGUFWriter, LlamaFileType
 
 from everwarm.demo.tiny.plans import (
     CHAT_TEMPLATE,
+    DEAD_MERGE,
     END_OF_TEXT,
     IM_END,
     N_BASE_TOKENS,
@@ -203,9 +204,9 @@ def _add_tokenizer(writer: GGUFWriter, spec: TinySpec) -> None:
     vocab = vocabulary(spec.n_tokens, spec.markers)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(vocab.tokens)
-    writer.add_token_types(vocab.types)
-    writer.add_token_merges(vocab.merges)
+    writer.add_token_list(list(vocab))
+    writer.add_token_types(list(vocab.values()))
+    writer.add_token_merges([DEAD_MERGE])
     writer.add_bos_token_id(END_OF_TEXT)  # never added, but without it libllama takes byte 11 for one
     writer.add_eos_token_id(IM_END)
     writer.add_eot_token_id(IM_END)  # without it libllama guesses, and may take <|endoftext|>
