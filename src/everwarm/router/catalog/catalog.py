@@ -166,9 +166,8 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
     path = Path(source).expanduser()
     if path.is_dir():
         listing = gguf_files.scan(path)
-        shelf = _Shelf()
-        shelf.put_all(listing.models, defaults)
-        return Catalog(shelf.specs, (*shelf.broken, *listing.broken), notes=listing.notes)
+        found = [*_of_directory(listing.models, defaults), *listing.broken]
+        return Catalog(_usable(found), _unusable(found), notes=listing.notes)
     require(path.exists(), f"{path} does not exist; give a folder, a .toml file, a GGUF file or hf:owner/repo")
     if path.suffix.lower() in (".toml", INI):
         return _Configured(path, defaults, resolve, state_dir).catalog()
@@ -178,10 +177,8 @@ def _found(source: str | Path, defaults: EngineSettings, resolve: Resolve, state
 
 def _from_hub(source: str, defaults: EngineSettings, resolve: Resolve) -> Catalog:
     if source == hub.PREFIX:
-        shelf = _Shelf()
-        for model in hub.cached_models():
-            shelf.put(model.id, model.path, partial(_hub_spec, model, defaults))
-        return Catalog(shelf.specs, tuple(shelf.broken))
+        found = [_tried(m.id, m.path, partial(_hub_spec, m, defaults)) for m in hub.cached_models()]
+        return Catalog(_usable(found), _unusable(found))
     spec = _hub_spec(resolve(source), defaults)
     return Catalog({spec.id: spec}, default=spec.id)
 
@@ -210,22 +207,26 @@ def _spec(file: ModelFile, settings: EngineSettings, source: Source) -> ModelSpe
     )
 
 
-class _Shelf:
-    """Collects usable and broken models in the order they are found."""
+def _tried(
+    id: str, path: Path, spec: Callable[[], ModelSpec], aliases: tuple[str, ...] = ()
+) -> ModelSpec | UnusableFile:
+    """The model, or why there is none."""
+    try:
+        return spec()
+    except ModelFileError as error:
+        return UnusableFile(id, path, str(error), aliases)
 
-    def __init__(self) -> None:
-        self.specs: dict[str, ModelSpec] = {}
-        self.broken: list[UnusableFile] = []
 
-    def put(self, id: str, path: Path, spec: Callable[[], ModelSpec], aliases: tuple[str, ...] = ()) -> None:
-        try:
-            self.specs[id] = spec()
-        except ModelFileError as error:
-            self.broken.append(UnusableFile(id, path, str(error), aliases))
+def _of_directory(files: Iterable[ModelFile], settings: EngineSettings) -> list[ModelSpec | UnusableFile]:
+    return [_tried(file.id, file.path, partial(_spec, file, settings, "directory")) for file in files]
 
-    def put_all(self, files: Iterable[ModelFile], settings: EngineSettings) -> None:
-        for file in files:
-            self.put(file.id, file.path, partial(_spec, file, settings, "directory"))
+
+def _usable(found: Iterable[ModelSpec | UnusableFile]) -> dict[str, ModelSpec]:
+    return {model.id: model for model in found if isinstance(model, ModelSpec)}
+
+
+def _unusable(found: Iterable[ModelSpec | UnusableFile]) -> tuple[UnusableFile, ...]:
+    return tuple(model for model in found if isinstance(model, UnusableFile))
 
 
 class _Configured:
@@ -243,19 +244,18 @@ class _Configured:
         self._owners: dict[str, str] = {}  # of every id and alias
 
     def catalog(self) -> Catalog:
-        shelf = _Shelf()
+        found = []
         for name, table in self._tables.items():
             self._claim(place(self._path, name), (name, *table.aliases))
-            shelf.put(name, self._where(name, table), partial(self._spec, name, table), table.aliases)
-        mentioned = {spec.path.resolve() for spec in shelf.specs.values()}
-        mentioned |= {model.path.resolve() for model in shelf.broken}
+            found.append(_tried(name, self._where(name, table), partial(self._spec, name, table), table.aliases))
+        mentioned = {model.path.resolve() for model in found}
         models = [model for model in self._listing.models if model.path.resolve() not in mentioned]
         broken = [model for model in self._listing.broken if model.path.resolve() not in mentioned]
         for id in (*(model.id for model in models), *(model.id for model in broken)):
             self._claim(f"{id} in {self._file.directory}", (id,))
-        shelf.put_all(models, self._defaults)
+        found += [*_of_directory(models, self._defaults), *broken]
         limits = (self._file.models_max, self._file.memory_bytes)
-        return Catalog(shelf.specs, (*shelf.broken, *broken), self._file.default, *limits, self._listing.notes)
+        return Catalog(_usable(found), _unusable(found), self._file.default, *limits, self._listing.notes)
 
     def _claim(self, owner: str, names: tuple[str, ...]) -> None:
         for name in dict.fromkeys(names):

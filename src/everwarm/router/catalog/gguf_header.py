@@ -84,10 +84,8 @@ def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
     try:
         found = path.stat()
         if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
-            raise _Unreadable("is not a file")
+            raise ModelFileError(f"{path.name} is not a file")
         return read(path, found.st_size, found.st_mtime_ns, found.st_ino)
-    except _Unreadable as error:
-        raise ModelFileError(f"{path.name} {error}") from None
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ModelFileError(f"{path.name} cannot be read: {reason}") from None
@@ -96,24 +94,21 @@ def _read_checked(path: Path, read: Callable[[Path, int, int, int], T]) -> T:
 @functools.lru_cache(maxsize=1024)
 def _read_cached(path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> GgufHeader:
     with path.open("rb", buffering=0) as file:
-        return _Reader(file, n_bytes).header()
+        return _Reader(file, path.name, n_bytes).header()
 
 
 @functools.lru_cache(maxsize=64)
 def _read_text_cached(key: str, path: Path, n_bytes: int, _mtime_ns: int, _inode: int) -> str | None:
     with path.open("rb", buffering=0) as file:
-        return _Reader(file, n_bytes, key).header().text(key)
-
-
-class _Unreadable(Exception):
-    """Why, as the rest of a sentence that begins with the file's name."""
+        return _Reader(file, path.name, n_bytes, key).header().text(key)
 
 
 class _Reader:
     """Walks forward through a file, never past its end."""
 
-    def __init__(self, file: IO[bytes], n_bytes: int, long: str | None = None) -> None:
+    def __init__(self, file: IO[bytes], name: str, n_bytes: int, long: str | None = None) -> None:
         self._file = file
+        self._name = name
         self._long = long  # the key of a text that may be long
         self._n_bytes = n_bytes
         self._buffer = b""
@@ -124,13 +119,13 @@ class _Reader:
 
     def header(self) -> GgufHeader:
         if self._n_bytes == 0:
-            raise _Unreadable("is empty")
+            raise self._fault("is empty")
         magic = self._take(4) if self._n_bytes >= 4 else b""
         if magic != MAGIC:
-            raise _Unreadable(f"is not a GGUF file (it starts with {magic!r})")
+            raise self._fault(f"is not a GGUF file (it starts with {magic!r})")
         version = self._number("I")
         if version not in VERSIONS:
-            raise _Unreadable(f"has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read")
+            raise self._fault(f"has GGUF version {version}; versions {VERSIONS[0]} and {VERSIONS[1]} can be read")
         n_tensors = self._count("tensors", MAX_TENSORS)
         n_pairs = self._count("metadata keys", MAX_PAIRS)
         values: dict[str, Value] = {}
@@ -143,7 +138,7 @@ class _Reader:
     def _pair(self, values: dict[str, Value], lengths: dict[str, int]) -> None:
         key = self._text(MAX_KEY_BYTES)
         if key is None:
-            raise _Unreadable(f"has a metadata key of more than {MAX_KEY_BYTES} bytes")
+            raise self._fault(f"has a metadata key of more than {MAX_KEY_BYTES} bytes")
         kind = self._number("I")
         if kind == _LIST:
             kept, lengths[key] = self._list()
@@ -156,10 +151,10 @@ class _Reader:
                 values[key] = text
                 self._n_kept += 0 if key == self._long else len(text)
         else:
-            values[key] = self._unpack(_format(kind))[0]
+            values[key] = self._unpack(self._format(kind))[0]
         self._n_kept += len(key)
         if self._n_kept > MAX_KEPT:
-            raise _Unreadable(f"has more than {MAX_KEPT} characters and numbers of metadata")
+            raise self._fault(f"has more than {MAX_KEPT} characters and numbers of metadata")
 
     def _list(self) -> tuple[tuple[int | float | bool, ...] | None, int]:
         kind = self._number("I")
@@ -167,7 +162,7 @@ class _Reader:
         if kind == _TEXT:
             self._skip_texts(length)
             return None, length
-        letter = _format(kind)
+        letter = self._format(kind)
         if length > MAX_LIST:
             self._skip(length * struct.calcsize(letter))
             return None, length
@@ -176,7 +171,7 @@ class _Reader:
     def _skip_texts(self, length: int) -> None:
         self._n_elements += length
         if self._n_elements > MAX_ELEMENTS:
-            raise _Unreadable(f"has lists of more than {MAX_ELEMENTS} texts")
+            raise self._fault(f"has lists of more than {MAX_ELEMENTS} texts")
         unpack = struct.Struct("<Q").unpack_from
         buffer = self._buffer
         at = self._at
@@ -197,14 +192,14 @@ class _Reader:
             self._skip(self._number("Q"))  # the name
             n_dimensions = self._number("I")
             if n_dimensions > MAX_DIMENSIONS:
-                raise _Unreadable(f"has a tensor of {n_dimensions} dimensions; at most {MAX_DIMENSIONS} exist")
+                raise self._fault(f"has a tensor of {n_dimensions} dimensions; at most {MAX_DIMENSIONS} exist")
             n_params += math.prod(map(int, self._unpack(f"{n_dimensions}Q")))
             self._skip(4)  # the type
             last = max(last, self._number("Q"))
         step = alignment if isinstance(alignment, int) and alignment > 0 else 32
         begin = -(-(self._start + self._at) // step) * step
         if n_tensors and begin + last >= self._n_bytes:
-            raise _Unreadable(
+            raise self._fault(
                 f"ends too early: it has {self._n_bytes} bytes, and a tensor begins at {begin + last}; "
                 "copy or download it again"
             )
@@ -213,7 +208,7 @@ class _Reader:
     def _count(self, what: str, most: int) -> int:
         count = self._number("Q")
         if count > most:
-            raise _Unreadable(f"says it has {count} {what}; at most {most} are believed")
+            raise self._fault(f"says it has {count} {what}; at most {most} are believed")
         return count
 
     def _text(self, most: int) -> str | None:
@@ -259,13 +254,15 @@ class _Reader:
 
     def _require(self, end: int) -> None:
         if end > self._n_bytes:
-            raise _Unreadable(f"ends inside its header, after {self._n_bytes} bytes; copy or download it again")
+            raise self._fault(f"ends inside its header, after {self._n_bytes} bytes; copy or download it again")
         if end > MAX_BYTES:
-            raise _Unreadable(f"has a header of more than {MAX_BYTES} bytes")
+            raise self._fault(f"has a header of more than {MAX_BYTES} bytes")
 
+    def _format(self, kind: int) -> str:
+        letter = _FORMATS.get(kind)
+        if letter is None:
+            raise self._fault(f"has metadata of the unknown type {kind}")
+        return letter
 
-def _format(kind: int) -> str:
-    letter = _FORMATS.get(kind)
-    if letter is None:
-        raise _Unreadable(f"has metadata of the unknown type {kind}")
-    return letter
+    def _fault(self, what: str) -> ModelFileError:
+        return ModelFileError(f"{self._name} {what}")
