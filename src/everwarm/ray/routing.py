@@ -86,8 +86,7 @@ class WarmRouter(RequestRouter):  # type: ignore[misc]
                 return [bound]
         reusable = self._holdings.reach(prefixes.keys, prefixes.ends, names)
         loads = [self._load(replica, name) for replica, name in zip(candidate_replicas, names, strict=True)]
-        choice = choose(reusable, prefixes.n_bytes, loads, (random.random(), random.random()))
-        best = candidate_replicas[choice.index]
+        best = candidate_replicas[choose(reusable, prefixes.n_bytes, loads, (random.random(), random.random()))]
         return [[best], [replica for replica in candidate_replicas if replica is not best]]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, _result: Any) -> None:

@@ -28,35 +28,21 @@ class ReplicaLoad:
         n_ahead = max(0, self.n_running + 1 - self.n_slots)
         return self.busy_s + n_ahead * self.reply_s / self.n_slots
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaChoice:
-    """``index`` of the replica, how many bytes it need not read, and the seconds until its first token."""
-
-    index: int
-    n_reusable: int
-    seconds: float
-    read_s: float
+    def first_token_s(self, n_new_bytes: int) -> float:
+        """Seconds until the first token of a request, of which so many bytes were not read here before."""
+        return self.wait_s + n_new_bytes * self.seconds_per_byte
 
 
-def choose(
-    reusable: Sequence[int], n_bytes: int, loads: Sequence[ReplicaLoad], dice: tuple[float, float]
-) -> ReplicaChoice:
-    """``reusable[i]`` bytes of ``n_bytes`` were read by replica ``i`` before. ``dice``: two numbers in [0, 1)."""
+def choose(reusable: Sequence[int], n_bytes: int, loads: Sequence[ReplicaLoad], dice: tuple[float, float]) -> int:
+    """The index of a replica. ``reusable[i]`` bytes of ``n_bytes`` were read by replica ``i`` before. ``dice``: two numbers
+    in [0, 1)."""
     assert loads and len(reusable) == len(loads)
     n = len(loads)
     first = int(dice[0] * n)
     if not any(reusable):
         second = (first + 1 + int(dice[1] * (n - 1))) % n
-        index = min((first, second), key=lambda i: loads[i].wait_s)
-    else:
-        index = min(((first + i) % n for i in range(n)), key=lambda i: _seconds(reusable[i], n_bytes, loads[i]))
-    read_s = (n_bytes - reusable[index]) * loads[index].seconds_per_byte
-    return ReplicaChoice(index, reusable[index], loads[index].wait_s + read_s, read_s)
-
-
-def _seconds(n_reusable: int, n_bytes: int, load: ReplicaLoad) -> float:
-    return load.wait_s + (n_bytes - n_reusable) * load.seconds_per_byte
+        return min((first, second), key=lambda i: loads[i].wait_s)
+    return min(((first + i) % n for i in range(n)), key=lambda i: loads[i].first_token_s(n_bytes - reusable[i]))
 
 
 class ReadingQueue:

@@ -157,10 +157,11 @@ class WarmPick:
             self._hear(now)
         reach = self._holdings.reach(arrival.keys, arrival.ends, self._names)
         loads = [self._load(i, now) for i in range(len(self._replicas))]
-        choice = choose(reach, arrival.ends[-1], loads, (self._dice.random(), self._dice.random()))
-        self._holdings.add(self._names[choice.index], arrival.keys)
-        self._busy_until[choice.index] = max(now, self._busy_until[choice.index]) + choice.read_s
-        return choice.index
+        i = choose(reach, arrival.ends[-1], loads, (self._dice.random(), self._dice.random()))
+        self._holdings.add(self._names[i], arrival.keys)
+        read_s = (arrival.ends[-1] - reach[i]) * loads[i].seconds_per_byte
+        self._busy_until[i] = max(now, self._busy_until[i]) + read_s
+        return i
 
     def _hear(self, now: float) -> None:
         self._published = now
