@@ -50,17 +50,18 @@ def written(folder: Path, text: str) -> Path:
 def test_a_file_says_everything(tmp_path: Path) -> None:
     cluster = read_cluster(written(tmp_path, WHOLE))
     small, large = cluster.models
-    assert (small.path, large.path) == (str(EMBEDDED_MODEL), str(tmp_path / "models/large.gguf"))
-    assert (small.engine.n_slots, large.engine.n_slots) == (4, 2)
-    assert small.engine.remote is not None and small.engine.store is None
-    assert (small.replicas.most, large.replicas.count, cluster.n_ingresses) == (8, 3, 2)
+    assert (small.path, large.path) == (EMBEDDED_MODEL, tmp_path / "models/large.gguf")
+    assert (small.settings.n_slots, large.settings.n_slots) == (4, 2)
+    assert small.settings.remote is not None and small.settings.store is None
+    replicas = cluster.replicas
+    assert (replicas["small"].most, replicas["large"].count, cluster.n_ingresses) == (8, 3, 2)
     found = [cluster.find(name) for name in ("large", "s", "small:latest", None, "unheard-of")]
     assert found == [large, small, small, small, small]
 
 
 def test_without_a_file_the_embedded_model_is_served() -> None:
     (model,) = read_cluster(None).models
-    assert model.path == str(EMBEDDED_MODEL) and read_cluster(None).find("anything") == model
+    assert model.path == EMBEDDED_MODEL and read_cluster(None).find("anything") == model
 
 
 @pytest.mark.parametrize(

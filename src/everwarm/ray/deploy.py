@@ -22,7 +22,8 @@ from everwarm.ray.ray_api import (
 )
 from everwarm.ray.replica import Replica
 from everwarm.ray.replica_messages import ByWaitingTokens
-from everwarm.ray.settings import ClusterSettings, ModelSettings, ReplicasTable, read_cluster
+from everwarm.ray.settings import ClusterSettings, ReplicasTable, read_cluster
+from everwarm.router.catalog.catalog import ModelSpec
 
 APP = "everwarm"
 INGRESS_CPUS = 0.1
@@ -56,8 +57,8 @@ def build(settings: ClusterSettings) -> Any:
     return ingress.bind(settings, models)
 
 
-def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
-    table = model.replicas
+def _deployment(model: ModelSpec, settings: ClusterSettings) -> Any:
+    table = settings.replicas[model.id]
     server = settings.server
     deployment = serve.deployment(
         Replica,
@@ -73,7 +74,7 @@ def _deployment(model: ModelSettings, settings: ClusterSettings) -> Any:
             request_router_kwargs={"stats_every_s": settings.stats_every_s},
             request_routing_stats_period_s=settings.stats_every_s,
         ),
-        **_size(table, model.engine.n_slots),
+        **_size(table, model.settings.n_slots),
     )
     return deployment.bind(model, server, settings.max_keys)
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 from starlette.types import Message
@@ -32,7 +31,6 @@ from everwarm.ray.replica_messages import (
     ProxiedRequest,
     kept_response,
 )
-from everwarm.ray.settings import ModelSettings
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool
@@ -46,11 +44,11 @@ LOOKED_AT = 64  # of the last requests, for what reading and replies take
 
 class Replica:
     async def __init__(  # type: ignore[misc]
-        self, model: ModelSettings, server: ServerSettings, max_keys: int
+        self, model: ModelSpec, server: ServerSettings, max_keys: int
     ) -> None:
         log_to_stderr()
         self.name = serve.get_replica_context().replica_id.unique_id
-        catalog = _catalog(model)
+        catalog = Catalog({model.id: model}, default=model.id)
         self._pool = Pool(lambda: catalog, PoolLimits())
         self._gateway = build_gateway(self._pool, server)
         self._prefixes = PrefixSet(max_keys)
@@ -193,22 +191,6 @@ class Exchange:
             yield b"".join(pieces)
             if is_over:
                 return
-
-
-def _catalog(model: ModelSettings) -> Catalog:
-    path = Path(model.path)
-    spec = ModelSpec(
-        id=model.id,
-        path=path,
-        settings=model.engine,
-        n_bytes=0,
-        source="file",
-        aliases=model.aliases,
-        template=model.template,
-        pinned=True,
-        load_on_start=True,
-    )
-    return Catalog({model.id: spec}, default=model.id)
 
 
 def _rounded(value: float) -> float:

@@ -18,6 +18,7 @@ from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.settings import EngineSettings, RemoteSettings, RestorePolicy
 from everwarm.gateway.access.auth import read_key_file
 from everwarm.gateway.settings import ServerSettings
+from everwarm.router.catalog.catalog import ModelSpec
 from everwarm.router.catalog.gguf_files import LATEST
 from everwarm.router.catalog.models_file import (
     ModelTable,
@@ -88,27 +89,18 @@ class ClusterFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, renam
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """One model of the cluster, as every replica of it opens it."""
-
-    id: str
-    path: str
-    engine: EngineSettings
-    replicas: ReplicasTable
-    aliases: tuple[str, ...] = ()
-    template: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    models: tuple[ModelSettings, ...]
+    """``models`` are as every replica of them opens them; ``replicas`` has a table for each."""
+
+    models: tuple[ModelSpec, ...]
+    replicas: Mapping[str, ReplicasTable]
     server: ServerSettings
     default: str | None = None
     n_ingresses: int = 1
     max_keys: int = 4096
     stats_every_s: float = 1.0
 
-    def find(self, name: str | None) -> ModelSettings | None:
+    def find(self, name: str | None) -> ModelSpec | None:
         """By id or alias; the only model, and the default, answer to every name."""
         wanted = () if name is None else (name, name.removesuffix(LATEST))
         for model in self.models:
@@ -134,7 +126,11 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
     common = convert(file.engine, ModelTable, f"{path.name}: [engine]")
     with speaking_of(f"{path.name}: [engine]"):
         engine = replace(_settings(common, EngineSettings(), path), remote=_remote(file.remote, path))
-    models = tuple(_model(path, name, fields, engine) for name, fields in file.models.items())
+    replicas: dict[str, ReplicasTable] = {}
+    models = []
+    for name, fields in file.models.items():
+        replicas[name] = convert(fields.get("replicas", {}), ReplicasTable, f"{place(path, name)} replicas:")
+        models.append(_model(path, name, fields, replicas[name], engine))
     named = [name for model in models for name in (model.id, *model.aliases)]
     twice = next((name for name in named if named.count(name) > 1), None)
     require(twice is None, f"{path.name}: {twice!r} is the name of two models")
@@ -143,14 +139,16 @@ def _cluster(file: ClusterFile, path: Path) -> ClusterSettings:
     server = file.server
     default = next((m.id for m in models if file.default in (m.id, *m.aliases)), None)
     with speaking_of(f"{path.name}: [server]"):
+        settings = _server(server, path)
         return ClusterSettings(
-            models, _server(server, path), default, server.ingresses, server.max_keys, server.stats_every
+            tuple(models), replicas, settings, default, server.ingresses, server.max_keys, server.stats_every
         )
 
 
-def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettings) -> ModelSettings:
+def _model(
+    path: Path, name: str, fields: dict[str, Any], replicas: ReplicasTable, defaults: EngineSettings
+) -> ModelSpec:
     where = place(path, name)
-    replicas = convert(fields.get("replicas", {}), ReplicasTable, f"{where} replicas:")
     table = convert({key: value for key, value in fields.items() if key != "replicas"}, ModelTable, where)
     with speaking_of(where):
         require(table.hf is None, "has hf; replicas open a path that every machine has")
@@ -166,8 +164,16 @@ def _model(path: Path, name: str, fields: dict[str, Any], defaults: EngineSettin
         template = None if table.template is None else below(path.parent, table.template).read_text()
         engine = _settings(table, defaults, path)
         mmproj = table.mmproj and str(below(path.parent, table.mmproj))
-        return ModelSettings(
-            name, str(file), replace(engine, mmproj=mmproj or engine.mmproj), replicas, table.aliases, template
+        return ModelSpec(
+            id=name,
+            path=Path(file),
+            settings=replace(engine, mmproj=mmproj or engine.mmproj),
+            n_bytes=0,
+            source="file",
+            aliases=table.aliases,
+            template=template,
+            pinned=True,
+            load_on_start=True,
         )
 
 
