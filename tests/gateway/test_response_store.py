@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.response_store import (
-    FILE,
-    ON_DISK,
+from everwarm.gateway.stores import (
+    RESPONSES_FILE,
+    RESPONSES_ON_DISK,
     LinkMissing,
     ResponseStore,
     StoredResponse,
+    StoreLimits,
 )
-from everwarm.gateway.sqlite_store import StoreLimits
 
 WRITER = """
 import sys
-from everwarm.gateway.response_store import ResponseStore, StoredResponse
+from everwarm.gateway.stores import ResponseStore, StoredResponse
 store = ResponseStore(sys.argv[1])
 parent = None
 for i in range(100_000):
@@ -64,7 +64,7 @@ def test_a_conversation_is_its_links_oldest_first(tmp_path: Path, on_disk: bool)
             assert store.keep("n", kept(id, parent))
         assert chain(store, "c") == ["a", "b", "c"] and chain(store, "other") == ["a", "other"]
         assert store.chain("n", "b")[1] == kept("b", "a")
-    assert (tmp_path / "states" / FILE).exists() == on_disk
+    assert (tmp_path / "states" / RESPONSES_FILE).exists() == on_disk
     with opened(tmp_path / "states" if on_disk else None) as store:
         if on_disk:
             assert chain(store, "c") == ["a", "b", "c"]
@@ -152,7 +152,7 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, damage: bytes | None, capl
     with opened(tmp_path) as store:
         for i in range(200):
             store.keep("n", kept(f"r{i}", text="x" * 500))
-    path = tmp_path / FILE
+    path = tmp_path / RESPONSES_FILE
     data = bytearray(path.read_bytes())
     data[4096:20_000] = os.urandom(20_000 - 4096)
     path.write_bytes(bytes(data) if damage is None else damage)
@@ -162,18 +162,18 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, damage: bytes | None, capl
         assert chain(store, "new") == ["new"]
     assert path.stat().st_mode & 0o777 == 0o600
     if damage != b"":  # else there was nothing to move aside
-        assert (tmp_path / f"{FILE}.aside-1").read_bytes() == (bytes(data) if damage is None else damage)
+        assert (tmp_path / f"{RESPONSES_FILE}.aside-1").read_bytes() == (bytes(data) if damage is None else damage)
 
 
 def test_a_file_of_a_later_version_is_moved_aside_whole(tmp_path: Path):
     for i in (1, 2):
         with opened(tmp_path) as store:
             store.keep("n", kept(f"of-{i}"))
-        with contextlib.closing(sqlite3.connect(tmp_path / FILE)) as later:
+        with contextlib.closing(sqlite3.connect(tmp_path / RESPONSES_FILE)) as later:
             later.execute("PRAGMA user_version=7")
         with opened(tmp_path) as store:
             assert store.get("n", f"of-{i}") is None
-        with contextlib.closing(sqlite3.connect(tmp_path / f"{FILE}.aside-{i}")) as aside:
+        with contextlib.closing(sqlite3.connect(tmp_path / f"{RESPONSES_FILE}.aside-{i}")) as aside:
             assert aside.execute("SELECT id FROM responses").fetchall() == [(f"of-{i}",)]
 
 
@@ -206,7 +206,7 @@ def test_two_servers_share_a_file(tmp_path: Path):
 
 
 def test_nothing_of_a_deleted_response_stays_in_the_file(tmp_path: Path):
-    with opened(tmp_path, ON_DISK) as store:
+    with opened(tmp_path, RESPONSES_ON_DISK) as store:
         store.keep("n", kept("a", text="a secret word"))
         assert any(b"a secret word" in path.read_bytes() for path in tmp_path.iterdir())
         store.delete("n", "a")

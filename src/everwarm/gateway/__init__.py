@@ -6,7 +6,6 @@ engine, the one stream loop), with ``chat`` (messages become a prompt, pure), ``
 ``parsing`` (text becomes reasoning and tool calls) → the dialect's encoder → ``http.sse``. ``rewrite`` changes lines
 of system text that clients change without need, ``admin`` shows and steers the server. ``embeddings`` answers with
 vectors; ``explain`` says why a prompt was read again. ``app`` builds all of it from ``settings``, ``server`` runs it
-with uvicorn, ``client`` is how the command line talks to a running server, and ``sqlite_store`` is what its stores share.
-``response_store`` keeps responses and chat completions in SQLite, each namespace apart, and evicts the least recently
-used.
+with uvicorn, and ``client`` is how the command line talks to a running server. ``stores`` keeps responses, chat completions
+and remembered replies in SQLite, each namespace apart, and evicts the least recently used.
 """

@@ -39,18 +39,16 @@ from everwarm.gateway.ollama.derived_models import DerivedModels
 from everwarm.gateway.ollama.pull import Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
-from everwarm.gateway.openai.stored_chats import StoredChats
-from everwarm.gateway.response_store import ResponseStore
 from everwarm.gateway.responses.background_responses import BackgroundResponses
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.replies import Replies
-from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
 from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.stores import ReplyStore, ResponseStore
 from everwarm.router.pool import Pool
 from everwarm.state.store.slot_names import sweep_all
 
@@ -89,12 +87,12 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     routes = [
         *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
-        *OpenAI(pool, gate, replies, chats := StoredChats(gate, store)).routes(),
+        *(openai := OpenAI(pool, gate, replies, store)).routes(),
         *Responses(pool, gate, replies, preparer, store, background).routes(),
         *Models(pool, gate, pulls).routes(),
         *(llama_server := LlamaServer(pool, gate, replies, preparer, settings, scales)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
-        *chats.routes(),
+        *openai.stored_routes(),
         *Ollama(pool, gate, replies, pulls, llama_server.fill_in, DerivedModels(pool, settings.state_dir)).routes(),
         *Anthropic(pool, gate, replies, preparer).routes(),
         *cache.routes(),

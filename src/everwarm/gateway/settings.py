@@ -10,7 +10,7 @@ from pathlib import Path
 from everwarm.config import require
 from everwarm.gateway.access.auth import Access, Key, check_keys
 from everwarm.gateway.access.origins import check_origin
-from everwarm.gateway.openai.defaults import RequestDefaults
+from everwarm.gateway.openai.schema import RequestDefaults
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.rewrite.rules import Rules
 from everwarm.logs import LogFormat

@@ -10,8 +10,7 @@ import pytest
 
 from everwarm.config import Sampling
 from everwarm.errors import BadRequest
-from everwarm.gateway.openai.defaults import RequestDefaults
-from everwarm.gateway.openai.schema import ChatBody, CompletionBody, unknown_fields
+from everwarm.gateway.openai.schema import ChatBody, CompletionBody, RequestDefaults, unknown_fields
 from everwarm.gateway.serving.request_gate import RequestGate
 from support.server import Server, serving
 

@@ -42,7 +42,7 @@ from everwarm.config import (
 from everwarm.engine.settings import EngineSettings, PinRam, RemoteSettings, RestorePolicy, Speculate, StoreSettings
 from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import MAX_FILE_BYTES, read_key_file
-from everwarm.gateway.openai.defaults import ReasoningFormat, RequestDefaults
+from everwarm.gateway.openai.schema import ReasoningFormat, RequestDefaults
 from everwarm.gateway.parsing.output_parser import ThinkingTags, ToolFormat
 from everwarm.gateway.rewrite.rules import read_rules
 from everwarm.gateway.settings import ServerSettings

@@ -26,12 +26,11 @@ from everwarm.gateway.admin.events import EventHub, EventWatcher
 from everwarm.gateway.admin.request_log import MOST_KEPT, RequestLog
 from everwarm.gateway.http.error_body import error_body
 from everwarm.gateway.http.sse import EventStream, json_response, sse_named
-from everwarm.gateway.response_store import ResponseStore
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
-from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.stores import ReplyStore, ResponseStore
 from everwarm.router.pool import Pool, Standing
 from everwarm.router.supervise.supervisor import State, Supervisor
 from everwarm.types import Json

@@ -5,7 +5,7 @@ around it, several calls as a list. Rendered like that, a prompt leaves what the
 after it is read again. So what the model wrote is remembered, and takes the place of a message that says the same. A
 message that says anything else stays as the client sent it.
 
-Pure: what is remembered comes in as a value, and ``serving.reply_store`` keeps it. The template is passed in as a function.
+Pure: what is remembered comes in as a value, and ``stores`` keeps it. The template is passed in as a function.
 """
 
 from __future__ import annotations

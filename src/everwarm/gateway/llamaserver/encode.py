@@ -6,46 +6,19 @@ import itertools
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 
-from everwarm.config import Sampling
 from everwarm.engine.process import messages as m
 from everwarm.gateway.http.sse import sse
 from everwarm.gateway.llamaserver.infill import InfillBody
-from everwarm.gateway.openai.encode import figures, logprobs, progress, words
-from everwarm.gateway.openai.schema import DEFAULT_SAMPLING, Body, CompletionBody
+from everwarm.gateway.openai.encode import Live, figures, logprobs, progress, words
+from everwarm.gateway.openai.schema import Body, CompletionBody, RequestDefaults
 from everwarm.gateway.serving.generate import Choice, ReplyEvent
-from everwarm.gateway.serving.live_timings import LiveTimings
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
-
-
-@dataclass(frozen=True, slots=True)
-class CompletionAbout:
-    """What an answer of ``/completion`` says besides the reply. ``prompt``: None if it came as tokens."""
-
-    model: str
-    body: CompletionBody | InfillBody
-    prompt: str | None = None
-    sampling: Sampling = DEFAULT_SAMPLING  # of requests that do not set it
-    max_tokens: int | None = None
-    info: Callable[[], m.ModelInfo | None] = lambda: None  # of the model, which may not be loaded yet
-
-    def settings(self) -> Json:
-        info = self.info()
-        return generation_settings(self.body, self.sampling, self.max_tokens, () if info is None else info.eog)
-
-    def shown(self, answer: Json) -> Json:
-        """Only the fields that were asked for; a slash leads into an object."""
-        wanted = self.body.response_fields
-        if not wanted:
-            return answer
-        found = {path: _at(answer, path.split("/")) for path in wanted}
-        return {path: value for path, value in found.items() if value is not _MISSING}
-
 
 _MISSING = object()
 
@@ -56,14 +29,14 @@ def _at(answer: Any, path: list[str]) -> Any:
     return answer
 
 
-def generation_settings(body: Body, defaults: Sampling, max_tokens: int | None, eog: Sequence[int] = ()) -> Json:
-    """How a reply is sampled, under llama-server's names. ``defaults`` and ``max_tokens`` are of requests that do not set
-    it, ``eog`` the tokens that end a reply."""
-    sampling = asdict(body.sampling(defaults))
+def generation_settings(body: Body, defaults: RequestDefaults, eog: Sequence[int] = ()) -> Json:
+    """How a reply is sampled, under llama-server's names. ``defaults`` are of requests that do not set it,
+    ``eog`` the tokens that end a reply."""
+    sampling = asdict(body.sampling(defaults.sampling))
     bias = sampling.pop("logit_bias") | (dict.fromkeys(eog, float("-inf")) if body.ignore_eos else {})
     sampling["repeat_last_n"] = sampling.pop("penalty_last_n")
     sampling["seed"] = _RANDOM_SEED if sampling["seed"] is None else sampling["seed"]
-    n_predict = body.reply_tokens(-1 if max_tokens is None else max_tokens)
+    n_predict = body.reply_tokens(-1 if defaults.max_tokens is None else defaults.max_tokens)
     n_probs = getattr(body, "n_probs", None)
     return {
         **sampling,
@@ -91,16 +64,31 @@ _RANDOM_SEED = (1 << 32) - 1
 
 
 class LlamaEncoder(Dialect):
-    def __init__(self, about: CompletionAbout, live: LiveTimings = LiveTimings()) -> None:  # noqa: B008 - see there
-        self._about = about
+    """One reply, whole or in chunks. ``prompt``: None if it came as tokens; ``info``: of the model, which may not be loaded
+    yet; ``defaults``: of requests that do not set a field."""
+
+    def __init__(
+        self,
+        model: str,
+        body: CompletionBody | InfillBody,
+        prompt: str | None,
+        defaults: RequestDefaults,
+        info: Callable[[], m.ModelInfo | None],
+        live: Live,
+    ) -> None:
+        self._model = model
+        self._body = body
+        self._prompt = prompt
+        self._defaults = defaults
+        self._info = info
+        self._live = live
         self._has_new_line = False
         self._slot = 0
         self._n_prompt = 0
         self._n_reply = 0
-        self._live = live
 
     def encode(self, event: ReplyEvent) -> list[bytes]:
-        now = self._live.after(event)
+        now = self._live(event)
         match event.message:
             case m.Begun() as begun:
                 self._n_prompt = begun.n_prompt
@@ -115,24 +103,53 @@ class LlamaEncoder(Dialect):
                 chunk = {"index": 0, "content": piece.text, "tokens": piece.tokens, "stop": False}
                 chunk |= {"id_slot": self._slot, "tokens_predicted": self._n_reply, "tokens_evaluated": self._n_prompt}
                 if piece.probs:
-                    chunk["completion_probabilities"] = _probabilities(self._about.body, piece.probs)
+                    chunk["completion_probabilities"] = _probabilities(self._body, piece.probs)
             case m.Done() as done:
                 has_new_line = self._has_new_line or "\n" in done.text
-                whole = {"index": 0, "content": done.text, "tokens": [], **_end(self._about, done, has_new_line)}
-                chunk = self._about.shown(whole)
+                chunk = self._shown({"index": 0, "content": done.text, "tokens": [], **self._end(done, has_new_line)})
         return [sse({**chunk, **now})]
 
+    def whole(self, choice: Choice, *, index: int = 0) -> Json:
+        answer = {
+            "index": index,
+            "content": choice.text,
+            "tokens": choice.tokens if self._body.return_tokens else [],
+            **self._end(choice.done, "\n" in choice.text),
+        }
+        if choice.probs:
+            answer["completion_probabilities"] = _probabilities(self._body, choice.probs)
+        return self._shown(answer)
 
-def completion(about: CompletionAbout, choice: Choice, *, index: int = 0) -> Json:
-    answer = {
-        "index": index,
-        "content": choice.text,
-        "tokens": choice.tokens if about.body.return_tokens else [],
-        **_end(about, choice.done, "\n" in choice.text),
-    }
-    if choice.probs:
-        answer["completion_probabilities"] = _probabilities(about.body, choice.probs)
-    return about.shown(answer)
+    def _shown(self, answer: Json) -> Json:
+        """Only the fields that were asked for; a slash leads into an object."""
+        wanted = self._body.response_fields
+        if not wanted:
+            return answer
+        found = {path: _at(answer, path.split("/")) for path in wanted}
+        return {path: value for path, value in found.items() if value is not _MISSING}
+
+    def _end(self, done: m.Done, has_new_line: bool) -> Json:
+        body = self._body
+        info = self._info()
+        eog = () if info is None else info.eog
+        was_cut = done.finish == "length" and done.n_reply < body.reply_tokens(done.n_reply + 1)
+        stop_type = "eos" if done.finish == "stop" else "limit"
+        return {
+            "id_slot": done.slot,
+            "stop": True,
+            "model": self._model,
+            "tokens_predicted": done.n_reply,
+            "tokens_evaluated": done.n_prompt,
+            "tokens_cached": done.n_cached,
+            "generation_settings": generation_settings(body, self._defaults, eog),
+            **({"prompt": self._prompt} if self._prompt is not None else {}),
+            "has_new_line": has_new_line,
+            "truncated": was_cut or done.n_shifts > 0,  # by the end of the context
+            "stop_type": stop_type if done.stop_text is None else "word",
+            "stopping_word": done.stop_text or "",
+            "timings": figures(done),  # all are numbers, as there
+            **words(done),
+        }
 
 
 def _probabilities(body: Body, probs: Sequence[m.TokenProb]) -> list[Json]:
@@ -148,28 +165,6 @@ def _probabilities(body: Body, probs: Sequence[m.TokenProb]) -> list[Json]:
 def _prob(token: int, piece: bytes, logprob: float) -> Json:
     text = piece.decode("utf-8", "replace")
     return {"id": token, "token": text, "bytes": list(piece), "prob": math.exp(logprob)}
-
-
-def _end(about: CompletionAbout, done: m.Done, has_new_line: bool) -> Json:
-    body = about.body
-    was_cut = done.finish == "length" and done.n_reply < body.reply_tokens(done.n_reply + 1)
-    stop_type = "eos" if done.finish == "stop" else "limit"
-    return {
-        "id_slot": done.slot,
-        "stop": True,
-        "model": about.model,
-        "tokens_predicted": done.n_reply,
-        "tokens_evaluated": done.n_prompt,
-        "tokens_cached": done.n_cached,
-        "generation_settings": about.settings(),
-        **({"prompt": about.prompt} if about.prompt is not None else {}),
-        "has_new_line": has_new_line,
-        "truncated": was_cut or done.n_shifts > 0,  # by the end of the context
-        "stop_type": stop_type if done.stop_text is None else "word",
-        "stopping_word": done.stop_text or "",
-        "timings": figures(done),  # all are numbers, as there
-        **words(done),
-    }
 
 
 def tokenized(tokens: m.Tokenized, *, with_pieces: bool) -> bytes:

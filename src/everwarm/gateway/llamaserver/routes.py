@@ -6,8 +6,8 @@ import asyncio
 import os
 import re
 import struct
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,12 @@ from everwarm.errors import BadRequest, EngineStopped, Forbidden, NotSupported
 from everwarm.gateway.access.auth import namespace_of, own_namespace, principal_of
 from everwarm.gateway.http.sse import json_response
 from everwarm.gateway.llamaserver.encode import (
-    CompletionAbout,
     LlamaEncoder,
-    completion,
     generation_settings,
     tokenized,
 )
 from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_completion, texts_around
+from everwarm.gateway.openai.encode import live_timings
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
     Body,
@@ -45,7 +44,6 @@ from everwarm.gateway.openai.schema import (
 )
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.generate import Choice
-from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
@@ -106,43 +104,35 @@ class LlamaServer:
     async def completion(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, CompletionBody)
         prompts = body.prompts()
-        text = prompts[0] if isinstance(prompts[0], str) else None
-        one = self._about(body, text)
+        encoders = [self._encoder(body, prompt if isinstance(prompt, str) else None) for prompt in prompts]
         if body.stream:
             if len(prompts) > 1 or (body.n or 1) > 1:
                 raise BadRequest("only one reply can be streamed: send several prompts as several requests")
             source = partial(self._with_prompt, request, body, prompts[0])
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(one, live_timings(body)))
+            return self._replies.stream(request, n_bytes, source, encoders[0])
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._all_completed(request, body, prompts))
-        abouts = [replace(one, prompt=prompt if isinstance(prompt, str) else None) for prompt in prompts]
         n = len(found) // len(prompts)
-        answers = [completion(abouts[i // n], choice, index=i) for i, choice in enumerate(found)]
+        answers = [encoders[i // n].whole(choice, index=i) for i, choice in enumerate(found)]
         return json_response(answers[0] if len(answers) == 1 else answers)
 
-    def _about(self, body: CompletionBody | InfillBody, prompt: str | None = None) -> CompletionAbout:
+    def _encoder(self, body: CompletionBody | InfillBody, prompt: str | None = None) -> LlamaEncoder:
         served = self._pool.find(body.model)
-        defaults = self._settings.defaults
-        return CompletionAbout(
-            body.model or served.id,
-            body,
-            prompt,
-            defaults.sampling,
-            defaults.max_tokens,
-            lambda: served.supervisor.info,
-        )
+        live = live_timings(body, time.monotonic)
+        info = lambda: served.supervisor.info  # noqa: E731
+        return LlamaEncoder(body.model or served.id, body, prompt, self._settings.defaults, info, live)
 
     async def infill(self, request: Request) -> Response:
         body, n_bytes = await self._gate.read(request, InfillBody)
         if (body.n or 1) > 1:
             raise BadRequest("one text is filled in: n must be 1")
-        about = self._about(body)
+        encoder = self._encoder(body)
         source = partial(self._filled, request, body)
         if body.stream:
-            return self._replies.stream(request, n_bytes, source, LlamaEncoder(about, live_timings(body)))
+            return self._replies.stream(request, n_bytes, source, encoder)
         with self._gate.admitted(request, n_bytes):
             found = await self._gate.within_time(request, self._collected(request, source))
-        return json_response(completion(about, found[0]))
+        return json_response(encoder.whole(found[0]))
 
     async def _collected(self, request: Request, source: Callable[[], Awaitable[CompletionBody]]) -> list[Choice]:
         return await self._replies.collect(request, await source())
@@ -270,8 +260,7 @@ class LlamaServer:
         return await self._gate.within_time(request, self._props(served, shows_path=shows_path))
 
     def _default_params(self) -> Json:
-        defaults = self._settings.defaults
-        return generation_settings(Body(), defaults.sampling, defaults.max_tokens)
+        return generation_settings(Body(), self._settings.defaults)
 
     @property
     def _endpoints(self) -> Json:

@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions. Its bodies are what every other dialect is translated to.
 
 ``schema`` has ``ChatBody`` and ``CompletionBody``, with the extensions of llama-server and our own: typed, bounded,
-unknown fields ignored; ``defaults`` is what holds where a body does not say it. ``routes`` answers both,
-streamed or whole. ``encode`` writes choices, chunks, usage and timings, and why tokens were read. ``stored_chats`` lists,
-changes and deletes completions that were stored.
+unknown fields ignored; and the server's defaults for what a body does not say. ``routes`` answers both, streamed or whole,
+and lists, changes and deletes chats that were stored. ``encode`` writes choices, chunks, usage and timings, and why tokens
+were read.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -15,8 +16,7 @@ from everwarm.gateway.openai.schema import Body, CompletionBody
 from everwarm.gateway.parsing.output_parser import Piece, call_of, message_of
 from everwarm.gateway.parsing.reasoning import Reasoning, Text
 from everwarm.gateway.parsing.tool_parser import CallArguments, CallBegun, CallEnded
-from everwarm.gateway.serving.generate import Choice, ReplyEvent
-from everwarm.gateway.serving.live_timings import LiveTimings
+from everwarm.gateway.serving.generate import Choice, EngineMessage, ReplyEvent
 from everwarm.gateway.serving.replies import Dialect
 from everwarm.types import Json
 
@@ -50,23 +50,27 @@ def words(done: m.Done) -> Json:
 def figures(done: m.Done) -> Json:
     """llama-server's accounting; ``cache_n + prompt_n`` is always the whole prompt."""
     n_read = done.n_prompt - done.n_cached
-    prompt_ms = 1e3 * (done.restore_s + done.prefill_s)
-    decode_ms = 1e3 * done.decode_s
-    n_decoded = max(0, done.n_reply - 1)  # the first token comes with the prompt
     return {
         "cache_n": done.n_cached,
-        "prompt_n": n_read,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / max(1, n_read),
-        "prompt_per_second": 1e3 * n_read / prompt_ms if prompt_ms else 0.0,
-        "predicted_n": done.n_reply,
-        "predicted_ms": decode_ms,
-        "predicted_per_token_ms": decode_ms / n_decoded if n_decoded else 0.0,
-        "predicted_per_second": 1e3 * n_decoded / decode_ms if decode_ms else 0.0,
+        **_speeds(n_read, 1e3 * (done.restore_s + done.prefill_s), done.n_reply, 1e3 * done.decode_s),
         "queue_ms": 1e3 * done.queue_s,
         "restore_ms": 1e3 * done.restore_s,
         "keep_ms": 1e3 * done.keep_s,
         **({"draft_n": done.n_drafted, "draft_n_accepted": done.n_draft_accepted} if done.n_drafted else {}),
+    }
+
+
+def _speeds(n_read: int, prompt_ms: float, n_reply: int, decode_ms: float) -> Json:
+    n_decoded = max(0, n_reply - 1)  # the first token comes with the prompt
+    return {
+        "prompt_n": n_read,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": prompt_ms / max(1, n_read),
+        "prompt_per_second": 1e3 * n_read / prompt_ms if prompt_ms else 0.0,
+        "predicted_n": n_reply,
+        "predicted_ms": decode_ms,
+        "predicted_per_token_ms": decode_ms / n_decoded if n_decoded else 0.0,
+        "predicted_per_second": 1e3 * n_decoded / decode_ms if decode_ms else 0.0,
     }
 
 
@@ -106,6 +110,64 @@ def legacy_logprobs(probs: Sequence[m.TokenProb]) -> Json:
     }
 
 
+# timings of a reply that is not over
+
+Live = Callable[[ReplyEvent], Json]  # what the chunk of an event says besides, as llama-server's ``timings_per_token``
+
+
+def untimed(_event: ReplyEvent) -> Json:
+    return {}
+
+
+def live_timings(body: Body, clock: Callable[[], float]) -> Live:
+    """What was read and written so far, with every chunk of a stream whose request asks for that."""
+    if not body.timings_per_token:
+        return untimed
+    choices: dict[int, LiveTimings] = {}
+
+    def after(event: ReplyEvent) -> Json:
+        now_s = clock()
+        return choices.setdefault(event.index, LiveTimings(now_s)).after(event.message, now_s)
+
+    return after
+
+
+@dataclass(slots=True)
+class LiveTimings:
+    """Of one choice. Times are those of the gateway's clock."""
+
+    began_s: float
+    first_s: float | None = None
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_read: int = 0
+    n_reply: int = 0
+
+    def after(self, message: EngineMessage, now_s: float) -> Json:
+        """The field of a chunk for this message; nothing for one that has no chunk, and for the last, which has its own."""
+        match message:
+            case m.Begun():
+                self.n_prompt = message.n_prompt
+                self.n_cached = message.n_cached
+                return {}
+            case m.PromptRead():
+                self.n_read = message.n_read - message.n_cached
+                if not self.n_read:  # the first report, before anything is read
+                    self.began_s = now_s
+            case m.TextPiece():
+                self.first_s = now_s if self.first_s is None else self.first_s
+                self.n_read = self.n_prompt - self.n_cached
+                self.n_reply += len(message.tokens)
+            case m.Done():
+                return {}
+        read_ms = 1e3 * ((now_s if self.first_s is None else self.first_s) - self.began_s)
+        write_ms = 0.0 if self.first_s is None else 1e3 * (now_s - self.first_s)
+        return {"timings": {"cache_n": self.n_cached, **_speeds(self.n_read, read_ms, self.n_reply, write_ms)}}
+
+
+# replies
+
+
 class CompletionEncoder(Dialect):
     """A reply to chat completions or completions: as chunks, or whole. ``header`` is what every chunk repeats, and so is
     the ``fingerprint``, which is not known before the model is loaded."""
@@ -118,7 +180,7 @@ class CompletionEncoder(Dialect):
         header: Json,
         fingerprint: Callable[[], str],
         body: Body,
-        live: LiveTimings = LiveTimings(),  # noqa: B008 - without a clock it keeps nothing
+        live: Live = untimed,
         *,
         with_probs: bool,
         keep: Callable[[Json], Awaitable[None]] | None = None,
@@ -147,7 +209,7 @@ class CompletionEncoder(Dialect):
             self._dones[event.index] = event.message
         if self._keep is not None:
             self._choices.setdefault(event.index, Choice()).add(event)
-        now = self._live.after(event)
+        now = self._live(event)
         return [
             self._chunk([choice] if choice else [], more if _opens(choice) else {**now, **more})
             for choice, more in self._chunks(event)

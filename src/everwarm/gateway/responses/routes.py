@@ -21,18 +21,17 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.access.auth import namespace_of
 from everwarm.gateway.http.sse import json_response, sse_named, within
-from everwarm.gateway.openai.encode import figures, progress
+from everwarm.gateway.openai.encode import figures, live_timings, progress
 from everwarm.gateway.openai.schema import ChatBody
 from everwarm.gateway.parsing.output_parser import message_of
-from everwarm.gateway.response_store import LinkMissing, ResponseStore, StoredResponse, page_of
 from everwarm.gateway.responses.background_responses import BackgroundResponses
 from everwarm.gateway.responses.encode import ResponsesEncoder, skeleton, usage
 from everwarm.gateway.responses.schema import ResponsesBody, chat_body, compacting, offered, own_items, sealed
 from everwarm.gateway.serving.generate import ReplyEvent
-from everwarm.gateway.serving.live_timings import live_timings
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
+from everwarm.gateway.stores import LinkMissing, ResponseStore, StoredResponse, page_of
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
@@ -209,7 +208,7 @@ class ResponsesTurn(Dialect):
         self._all_items: list[Json] = []  # of the conversation
         self._encoder: ResponsesEncoder | None = None
         self._last: Json = {}
-        self._live = live_timings(body)
+        self._live = live_timings(body, time.monotonic)
 
     def compaction(self, summary: str, done: m.Done) -> Json:
         """The answer to a request to compact this conversation."""
@@ -247,7 +246,7 @@ class ResponsesTurn(Dialect):
                 events += self.encoder.progress(progress(read))
             case m.Done() as done:
                 events += self.end(done, event.finish)
-        now = self._live.after(event)
+        now = self._live(event)
         return [_frame({**each, **now}) for each in events]
 
     def end(self, done: m.Done, finish: str) -> list[Json]:

@@ -54,10 +54,10 @@ from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.background import background_kind
-from everwarm.gateway.serving.reply_store import ReplyStore
 from everwarm.gateway.serving.request_gate import place_of
 from everwarm.gateway.serving.workspace import probable_results, workspace_of
 from everwarm.gateway.settings import ServerSettings
+from everwarm.gateway.stores import ReplyStore
 from everwarm.router.pool import Served
 from everwarm.router.supervise.supervisor import Lend
 from everwarm.types import Json

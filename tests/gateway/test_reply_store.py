@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from everwarm.gateway.chat.reply_memory import RememberedCall, RememberedReply
-from everwarm.gateway.serving.reply_store import FILE, ReplyStore
-from everwarm.gateway.sqlite_store import StoreLimits
+from everwarm.gateway.stores import REPLIES_FILE, ReplyStore, StoreLimits
 
 
 def reply(text: str) -> RememberedReply:
@@ -45,7 +44,7 @@ def test_forgetting_reaches_a_prefix_of_namespaces(tmp_path):
     assert [bool(store.find(namespace, "t", ["k"])) for namespace in ("a", "a/1", "b")] == [False, False, True]
     assert store.forget("") == 1 and store.forget("") == 0
     store.close()
-    assert b"secret of" not in (tmp_path / FILE).read_bytes()
+    assert b"secret of" not in (tmp_path / REPLIES_FILE).read_bytes()
 
 
 def test_the_largest_namespace_loses_what_it_used_least_recently():
@@ -64,9 +63,9 @@ def test_the_largest_namespace_loses_what_it_used_least_recently():
 
 
 def test_a_file_that_cannot_be_used_is_a_miss(tmp_path):
-    Path(tmp_path / FILE).write_bytes(b"no database" * 1000)
+    Path(tmp_path / REPLIES_FILE).write_bytes(b"no database" * 1000)
     store = ReplyStore(str(tmp_path))
     store.keep("n", "t", ["a"], reply("x"))
     assert store.find("n", "t", ["a"]) == {"a": reply("x")}
     store.close()
-    assert [path.name for path in tmp_path.glob("*.aside-*")] == [f"{FILE}.aside-1"]
+    assert [path.name for path in tmp_path.glob("*.aside-*")] == [f"{REPLIES_FILE}.aside-1"]
