@@ -42,7 +42,6 @@ from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.background_responses import BackgroundResponses
 from everwarm.gateway.responses.routes import Responses
 from everwarm.gateway.rewrite.volatile_lines import VolatileLines
-from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -75,8 +74,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     store, remembered = ResponseStore(settings.state_dir), ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
-    scales, volatile = AdapterScales(), VolatileLines()
-    preparer = RequestPreparer(settings, images, bodies, metrics, remembered, scales, volatile)
+    volatile = VolatileLines()
+    preparer = RequestPreparer(settings, images, bodies, metrics, remembered, volatile)
     replies = Replies(pool, gate, preparer, request_log, metrics, prewarmer)
     background = BackgroundResponses()
     cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings, background.discard)
@@ -90,7 +89,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         *(openai := OpenAI(pool, gate, replies, store)).routes(),
         *Responses(pool, gate, replies, preparer, store, background).routes(),
         *Models(pool, gate, pulls).routes(),
-        *(llama_server := LlamaServer(pool, gate, replies, preparer, settings, scales)).routes(),
+        *(llama_server := LlamaServer(pool, gate, replies, preparer, settings)).routes(),
         *Embeddings(pool, gate, settings.embd_normalize, metrics).routes(),
         *openai.stored_routes(),
         *Ollama(pool, gate, replies, pulls, llama_server.fill_in, DerivedModels(pool, settings.state_dir)).routes(),

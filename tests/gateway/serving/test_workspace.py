@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from everwarm.errors import BadRequest
 from everwarm.gateway.access.auth import Key, own_namespace
 from everwarm.gateway.chat.chat_template import CHATML, ChatTemplate
-from everwarm.gateway.serving.workspace import (
+from everwarm.gateway.serving.prewarm import (
     MAX_ARGUMENTS,
     MAX_CALLS,
     MAX_FILE_BYTES,

@@ -42,7 +42,6 @@ from everwarm.gateway.openai.schema import (
     TokenizeBody,
     read,
 )
-from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.generate import Choice
 from everwarm.gateway.serving.replies import Replies
 from everwarm.gateway.serving.request_gate import RequestGate
@@ -73,14 +72,12 @@ class LlamaServer:
         replies: Replies,
         preparer: RequestPreparer,
         settings: ServerSettings,
-        scales: AdapterScales,
     ) -> None:
         self._pool = pool
         self._gate = gate
         self._replies = replies
         self._preparer = preparer
         self._settings = settings
-        self._scales = scales
 
     def routes(self) -> list[Route]:
         return [
@@ -168,14 +165,14 @@ class LlamaServer:
         """Which adapters a model has, and how much of each is used. Only admins see where the files are."""
         spec = self._pool.look(request.query_params.get("model")).spec
         shows_path = principal_of(request).is_admin
-        rows = zip(spec.settings.model.lora, self._scales.now(spec), strict=True)
+        rows = zip(spec.settings.model.lora, self._preparer.adapter_scales(spec), strict=True)
         shown = [(path if shows_path else Path(path).name, scale) for (path, _), scale in rows]
         return json_response([{"id": i, "path": path, "scale": scale} for i, (path, scale) in enumerate(shown)])
 
     async def change_adapters(self, request: Request) -> Response:
         """The scales of all later requests that do not have their own. An adapter that is not listed gets 0."""
         given, _ = await self._gate.bodies.read(request, lambda data: read(data or b"[]", list[LoraScale]))
-        self._scales.set(self._pool.look(request.query_params.get("model")).spec, given)
+        self._preparer.set_adapter_scales(self._pool.look(request.query_params.get("model")).spec, given)
         return json_response({"success": True})
 
     async def _all_completed(self, request: Request, body: CompletionBody, prompts: list[Prompt]) -> list[Choice]:

@@ -4,7 +4,5 @@
 the engine gets: prompt, sampling, images, constraint. ``generate`` runs the choices of a request against the engine and
 yields them as ``ReplyEvent``. ``replies`` joins these: it streams a reply through a ``Dialect`` (what each API adds: how
 events, errors and keep-alives are written) or collects it whole. ``background`` recognises calls that no user waits for.
-``reply_store`` keeps what models wrote. ``prewarm`` offers the likely next prompt to the engine for its idle time, and
-``workspace`` guesses results of tool calls for it.
-``adapter_scales`` knows how much of each LoRA adapter a request gets, and ``live_timings`` how fast a reply goes so far.
+``prewarm`` offers the likely next prompt to the engine for its idle time, with results of tool calls that it guesses.
 """

@@ -47,17 +47,25 @@ from everwarm.gateway.images.image_loader import (
     ImageLoader,
     part_of,
 )
-from everwarm.gateway.openai.schema import MEDIA_MARKER, Body, ChatBody, CompletionBody, MarkedCompletion, MediaPrompt
+from everwarm.gateway.openai.schema import (
+    MEDIA_MARKER,
+    Body,
+    ChatBody,
+    CompletionBody,
+    LoraScale,
+    MarkedCompletion,
+    MediaPrompt,
+)
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
 from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
-from everwarm.gateway.serving.adapter_scales import AdapterScales
 from everwarm.gateway.serving.background import background_kind
+from everwarm.gateway.serving.prewarm import Parser, Recall, next_text_of, workspace_of
 from everwarm.gateway.serving.request_gate import place_of
-from everwarm.gateway.serving.workspace import probable_results, workspace_of
 from everwarm.gateway.settings import ServerSettings
 from everwarm.gateway.stores import ReplyStore
+from everwarm.router.catalog.catalog import ModelSpec
 from everwarm.router.pool import Served
 from everwarm.router.supervise.supervisor import Lend
 from everwarm.types import Json
@@ -68,9 +76,8 @@ log = logging.getLogger("everwarm.gateway")
 # be reused.
 SESSION_HEADERS = ("x-session-id", "x-session-affinity", "x-claude-code-session-id", "session-id", "thread-id")
 
-Parser = Callable[[], OutputParser]
+LoraScales = tuple[float, ...]
 NextTextOf = Callable[[str], m.Prewarm | None]  # from a reply to what the next turn begins with; None: it is not known
-Recall = Callable[[Json, str], RememberedReply | None]
 KeepReply = Callable[[Json, str], None]  # remembers a reply: the message that the client got, and what the model wrote
 
 
@@ -86,7 +93,7 @@ class PreparedRequest:
     lend: Lend | None = None  # the pixels of its images; None: it has none
     charge: Callable[[int], None] | None = None  # gets the tokens that were read, where system text had changed
 
-    def with_lora(self, scales: tuple[float, ...]) -> PreparedRequest:
+    def with_lora(self, scales: LoraScales) -> PreparedRequest:
         """With other scales of LoRA adapters than the model's; the next turn is not prewarmed, because
         prewarming ignores these scales."""
         submits = tuple(msgspec.structs.replace(submit, lora=scales) for submit in self.submits)
@@ -106,7 +113,6 @@ class RequestPreparer:
         bodies: BodyReader,
         metrics: Metrics,
         replies: ReplyStore,
-        scales: AdapterScales,
         volatile: VolatileLines,
     ) -> None:
         self._settings = settings
@@ -114,7 +120,7 @@ class RequestPreparer:
         self._images = images
         self._bodies = bodies
         self._metrics = metrics
-        self._scales = scales
+        self._scales: dict[str, tuple[LoraScales, LoraScales]] = {}  # by model: those it was started with, those set
         self._volatile = volatile
         self._marker = f"<|image-{secrets.token_hex(12)}|>"  # no text has it by chance
         folder = settings.workspace
@@ -128,7 +134,7 @@ class RequestPreparer:
             raise NotSupported(
                 "this model makes embeddings and writes no text; name another one, or use /v1/embeddings"
             )
-        lora = self._scales.of_request(served.spec, body.lora)
+        lora = self._scales_of_request(served.spec, body.lora)
         if isinstance(body, ChatBody):
             prepared = await self._chat(request, body, self._template(served, info), info)
         else:
@@ -147,6 +153,21 @@ class RequestPreparer:
         prepared = await self._bodies.for_request(request, work)
         self._count_noise(prepared)
         return prepared
+
+    def adapter_scales(self, spec: ModelSpec) -> LoraScales:
+        """How much of each LoRA adapter replies have if their requests do not say it: what an admin has set, else as the model
+        was started. The engine is told with every request, so nothing is lost when it is started again."""
+        started, scales = self._scales.get(spec.id, ((), ()))
+        own = _started_with(spec)
+        return scales if started == own else own  # its adapters were changed since: set it again
+
+    def set_adapter_scales(self, spec: ModelSpec, given: Sequence[LoraScale]) -> None:
+        self._scales[spec.id] = (_started_with(spec), _listed(given, len(spec.settings.model.lora)))
+
+    def _scales_of_request(self, spec: ModelSpec, given: Sequence[LoraScale] | None) -> LoraScales | None:
+        """None: as the model was started."""
+        scales = self.adapter_scales(spec) if given is None else _listed(given, len(spec.settings.model.lora))
+        return None if scales == _started_with(spec) else scales
 
     def _template(self, served: Served, info: m.ModelInfo) -> ChatTemplate:
         text = served.spec.template or info.chat_template or CHATML
@@ -218,7 +239,7 @@ class RequestPreparer:
         style = syntax.thinking(prepared.text)
         recall = partial(_remembered_reply, body, prepared, template, style.closing if style else None)
         about = prepared, template, parser, recall, self._workspace_of(namespace)
-        next_text = partial(_next_text, *about) if goes_on else None
+        next_text = partial(next_text_of, *about) if goes_on else None
         keep_reply = partial(self._keep_reply, template, namespace, body.messages[-1], recall)
         _recount(request, estimated_tokens(len(prepared.text)))
         return PreparedRequest(
@@ -332,6 +353,21 @@ class RequestPreparer:
             log.debug("%d lines of system text were removed: %s", n_lines, rule)
 
 
+def _started_with(spec: ModelSpec) -> LoraScales:
+    return tuple(scale for _, scale in spec.settings.model.lora)
+
+
+def _listed(given: Sequence[LoraScale], n_adapters: int) -> LoraScales:
+    """The scale of every adapter."""
+    scales = [0.0] * n_adapters
+    for adapter in given:
+        if adapter.id >= n_adapters:
+            there = f"this model has adapters 0 to {n_adapters - 1}" if n_adapters else "this model has no adapters"
+            raise BadRequest(f"lora names adapter {adapter.id}; {there}")
+        scales[adapter.id] = adapter.scale
+    return tuple(scales)
+
+
 @contextlib.asynccontextmanager
 async def lent_images(
     loader: ImageLoader, images: list[DecodedMedia], namespace: str
@@ -381,41 +417,6 @@ def _remembered_reply(
 
     got_all = body.parallel_tool_calls is not False  # else the model may have written more than the client got
     return remembered_reply(reply, text, closing_tag, render if got_all else lambda _: None)
-
-
-def _next_text(
-    chat: PreparedChat,
-    template: ChatTemplate,
-    parser: Parser,
-    recall: Recall,
-    workspace: str | None,
-    text: str,
-) -> m.Prewarm | None:
-    reply = parser().message(text)
-    found = recall(reply, text)
-    sure = None
-    if found is None or found.as_text is None:  # after calls as text nothing is sure, and results come at once
-        message = reply if found is None else found.message(with_reasoning=True)
-        sure = template.after_reply(chat.messages, message, **chat.options)
-    guess = None
-    if workspace is not None and found is not None and chat.continues is None:
-        guess = _guess(chat, template, reply, found, workspace)
-    if guess is None:
-        return m.Prewarm(sure) if sure else None
-    return m.Prewarm(guess, n_sure=len(sure) if sure and guess.startswith(sure) else None)
-
-
-def _guess(
-    chat: PreparedChat, template: ChatTemplate, reply: Json, found: RememberedReply, workspace: str
-) -> str | None:
-    """The next prompt up to the end of the results that are probable. Thinking comes back if it did before."""
-    results = probable_results(workspace, chat.messages, reply.get("tool_calls") or ())
-    if not results:
-        return None
-    earlier = [message for message in chat.messages if message.get("role") == "assistant"]
-    thinks = not earlier or any(message.get("reasoning_content") for message in earlier)
-    message = found.message(with_reasoning=thinks)
-    return template.after_results(chat.messages, message, reply, results, **chat.options)
 
 
 def _parser(body: ChatBody, syntax: ModelSyntax, text: str) -> Parser:
