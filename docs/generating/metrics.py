@@ -9,9 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from everwarm.gateway.admin import metrics as counted
-from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.metrics import LoopLag, Metrics
 from everwarm.gateway.admin.status import Status
-from everwarm.gateway.http.loop_lag import LoopLag
 from generating.markdown import code, table, written_by
 
 _HELP = re.compile(r"^# HELP (\S+) (.*)\n# TYPE \S+ (\S+)$", re.MULTILINE)

@@ -11,7 +11,7 @@ import ollama
 import pytest
 
 from everwarm.demo.tiny import TinySpec, write_tiny
-from everwarm.gateway.anthropic.client_tools import client_function
+from everwarm.gateway.anthropic.schema import client_function
 from support.loops import FUNCTION
 from support.server import Server, serving, words
 

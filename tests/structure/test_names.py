@@ -37,7 +37,7 @@ SHARED_MODULE_NAMES = {
     "explain": "the command and what it does",
     "routes": "one per dialect: paths and their handlers",
     "schema": "one per dialect: request bodies",
-    "models": "cli.models has the commands, gateway.admin.models the routes",
+    "models": "cli.models has the commands, gateway.admin.models the routes, gateway.ollama.models what its clients know",
     "prewarm": "the gateway offers the next turn, the engine reads it in idle time",
     "settings": "one per process",
 }

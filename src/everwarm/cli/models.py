@@ -19,7 +19,7 @@ from everwarm.config import size_text
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.gateway.client import Client
-from everwarm.gateway.ollama.model_list import size_text as count_text
+from everwarm.gateway.ollama.models import size_text as count_text
 from everwarm.router.catalog import hub
 from everwarm.router.catalog.catalog import Resolve
 from everwarm.router.catalog.gguf_header import read_header

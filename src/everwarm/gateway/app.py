@@ -21,7 +21,7 @@ from everwarm.gateway.access.limits import AdmissionLimits
 from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.admin.cache_api import CacheApi
 from everwarm.gateway.admin.cache_plan import CachePlanner
-from everwarm.gateway.admin.metrics import Metrics
+from everwarm.gateway.admin.metrics import LoopLag, Metrics
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.admin.request_log import RequestLog, log_request
 from everwarm.gateway.admin.status import Status
@@ -29,14 +29,12 @@ from everwarm.gateway.admin.traces import traces_to
 from everwarm.gateway.admin.web_ui import web_ui_routes
 from everwarm.gateway.anthropic.routes import Anthropic
 from everwarm.gateway.embeddings import Embeddings
-from everwarm.gateway.http.loop_lag import LoopLag
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.images.image_download import RemotePolicy
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.routes import LlamaServer
-from everwarm.gateway.ollama.derived_models import DerivedModels
-from everwarm.gateway.ollama.pull import Pulls
+from everwarm.gateway.ollama.models import DerivedModels, Pulls
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.background_responses import BackgroundResponses

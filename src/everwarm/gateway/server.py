@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -11,6 +12,7 @@ import shutil
 import signal
 import socket
 import stat
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,6 @@ from everwarm.engine.settings import DISK_FREE_SHARE
 from everwarm.errors import EverwarmError
 from everwarm.gateway.app import Gateway, build_gateway
 from everwarm.gateway.http.connection import Connection, ConnectionLimits, ConnectionTable
-from everwarm.gateway.http.loop_lag import favour_the_loop
 from everwarm.gateway.settings import ServerSettings, is_unix_socket
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog.catalog import Catalog
@@ -38,6 +39,7 @@ from everwarm.router.supervise.supervisor import State
 log = logging.getLogger("everwarm.gateway")
 
 _MIB, _GIB = 1 << 20, 1 << 30
+SWITCH_S = 0.001  # threads hand over the interpreter lock so often, so that the event loop waits less
 RESERVED_FILES = 128  # for engines, image decoders and files: connections never take these
 
 
@@ -142,7 +144,7 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, socks: 
         running = asyncio.create_task(server.serve(socks))
         _stop_on_signals(server, gateway, settings)
         ready = asyncio.create_task(_first_loaded(pool))
-        favour_the_loop()
+        _favour_the_loop()
         await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
         pool.on_loading = None  # progress of later loads is streamed to the requests that wait
     code = 0
@@ -153,6 +155,14 @@ async def _serve(pool: Pool, settings: ServerSettings, console: Console, socks: 
     await running
     ready.cancel()
     return code
+
+
+def _favour_the_loop() -> None:
+    """Call once after set-up: objects that exist then are never garbage-collected."""
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def _load_certificate(config: uvicorn.Config) -> None:

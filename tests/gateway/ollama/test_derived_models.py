@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from everwarm.errors import BadRequest, EverwarmError
-from everwarm.gateway.ollama.derived_models import FILE, CopyBody, CreateBody, DerivedModels
+from everwarm.gateway.ollama.models import DERIVED_FILE, CopyBody, CreateBody, DerivedModels
 from everwarm.gateway.ollama.schema import OllamaMessage
 
 
@@ -32,17 +32,17 @@ def test_a_derived_model_is_there_after_a_restart_and_its_file_is_its_owners_alo
     found = DerivedModels(POOL, str(folder)).find("mine:latest")
     assert found is not None and found.base == "tiny" and found.system == "Be brief."
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE((folder / FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE((folder / DERIVED_FILE).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("content", [b"{", b'{"a": 1}', b" " * ((4 << 20) + 1)])
 def test_a_file_that_cannot_be_read_is_not_replaced(tmp_path, content):
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / DERIVED_FILE).write_bytes(content)
     models = DerivedModels(POOL, str(tmp_path))
     assert models.names() == {}
     with pytest.raises(EverwarmError, match="cannot be used"):
         models.create(made(), "mine")
-    assert (tmp_path / FILE).read_bytes() == content
+    assert (tmp_path / DERIVED_FILE).read_bytes() == content
 
 
 def test_what_could_never_be_used_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.ollama.model_list import capabilities, size_text
+from everwarm.gateway.ollama.models import capabilities, size_text
 from everwarm.gateway.ollama.schema import OllamaChat, OllamaGenerate, OllamaMessage, messages_of
 from everwarm.gateway.openai.schema import ChatBody, CompletionBody, read
 from support.changed_gguf import write_changed

@@ -13,8 +13,8 @@ import ollama
 import pytest
 
 from everwarm.errors import BadRequest, NotFound, Overloaded
-from everwarm.gateway.ollama import pull
-from everwarm.gateway.ollama.pull import Pulls
+from everwarm.gateway.ollama import models
+from everwarm.gateway.ollama.models import Pulls
 from everwarm.router.catalog import hub
 from support.fake_hub import FakeHub, Repo
 from support.models import EMBEDDED
@@ -151,7 +151,7 @@ def test_not_more_downloads_wait_than_there_is_room_for(monkeypatch):
 
     async def crowd() -> None:
         one = pulls()
-        running = [one.pull(f"{REPO}:Q{n}") for n in range(pull.MAX_PULLS)]
+        running = [one.pull(f"{REPO}:Q{n}") for n in range(models.MAX_PULLS)]
         for lines in running:
             await anext(lines)
         with pytest.raises(Overloaded):

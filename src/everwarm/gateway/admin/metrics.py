@@ -1,8 +1,12 @@
-"""Counters for /metrics: llama-server's names where it has them, our own with the prefix ``everwarm_``."""
+"""Counters for /metrics: llama-server's names where it has them, our own with the prefix ``everwarm_``; and the lag of the
+event loop, which shows that something delays every request."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -260,3 +264,44 @@ class _Sample(Collector):
         for cause, n in self._engine.get("evictions", {}).items():
             gone.add_metric([cause], n)
         yield gone
+
+
+INTERVAL_S = 0.1  # each look wakes this process, also between two tokens of a reply
+
+
+class LoopLag:
+    """A timer is set for ``INTERVAL_S`` and measures how much later it is called. Calls ``observe`` with every measured
+    lag, in seconds. ``most_s``: the longest since ``forget_most``; ``most_busy_s``: the same of the part in which this
+    process was computing; in the rest it waited for a processor."""
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self.most_s = 0.0
+        self.most_busy_s = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = self._cpu = 0.0
+
+    def forget_most(self) -> None:
+        self.most_s = 0.0
+        self.most_busy_s = 0.0
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        self._set_timer()
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _set_timer(self) -> None:
+        self._due, self._cpu = time.monotonic() + INTERVAL_S, time.process_time()
+        self._timer = asyncio.get_running_loop().call_later(INTERVAL_S, self._measure)
+
+    def _measure(self) -> None:
+        late_s = max(0.0, time.monotonic() - self._due)
+        busy_s = min(late_s, time.process_time() - self._cpu)
+        self.most_s = max(self.most_s, late_s)
+        self.most_busy_s = max(self.most_busy_s, busy_s)
+        self._observe(late_s)
+        self._set_timer()

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from everwarm.errors import NotFound
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import json_response
-from everwarm.gateway.ollama.pull import Pulls
+from everwarm.gateway.ollama.models import Pulls
 from everwarm.gateway.openai.schema import ModelBody
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.plan import Phase

@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped, NotSupported
-from everwarm.gateway.admin.metrics import CONTENT_TYPE, Metrics
-from everwarm.gateway.http.loop_lag import LoopLag
+from everwarm.gateway.admin.metrics import CONTENT_TYPE, LoopLag, Metrics
 from everwarm.gateway.http.sse import json_response
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool, Served, Standing

@@ -14,10 +14,19 @@ from everwarm import __version__
 from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
 from everwarm.gateway.http.sse import EventStream, json_response, unless_gone
-from everwarm.gateway.ollama import model_list
-from everwarm.gateway.ollama.derived_models import CopyBody, CreateBody, DerivedModels
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
-from everwarm.gateway.ollama.pull import SUCCESS, Pulls
+from everwarm.gateway.ollama.models import (
+    IN_MEMORY,
+    SUCCESS,
+    CopyBody,
+    CreateBody,
+    DerivedModels,
+    Pulls,
+    derived_entries,
+    details_of,
+    listed,
+    presence,
+)
 from everwarm.gateway.ollama.schema import NamedBody, OllamaChat, OllamaGenerate, PullBody
 from everwarm.gateway.openai.schema import CompletionBody
 from everwarm.gateway.serving.replies import GenerationBody, Replies
@@ -75,13 +84,13 @@ class Ollama:
         return json_response({"version": DIALECT, "everwarm": __version__})
 
     async def tags(self, _request: Request) -> Response:
-        models = await asyncio.to_thread(model_list.listed, self._pool.standings())
-        return json_response({"models": [*models, *model_list.derived(models, self._derived.names())]})
+        models = await asyncio.to_thread(listed, self._pool.standings())
+        return json_response({"models": [*models, *derived_entries(models, self._derived.names())]})
 
     async def ps(self, _request: Request) -> Response:
-        loaded = [s for s in self._pool.standings() if s.status.phase in model_list.IN_MEMORY]
-        models = await asyncio.to_thread(model_list.listed, loaded)
-        more = [model_list.presence(standing) for standing in loaded]
+        loaded = [s for s in self._pool.standings() if s.status.phase in IN_MEMORY]
+        models = await asyncio.to_thread(listed, loaded)
+        more = [presence(standing) for standing in loaded]
         return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
 
     async def show(self, request: Request) -> Response:
@@ -91,7 +100,7 @@ class Ollama:
         served = self._pool.find(name if derived is None else derived.base)
         info = served.supervisor.info
         sees = served.spec.mmproj is not None if info is None else info.sees
-        details = await asyncio.to_thread(model_list.details, served.spec, sees)
+        details = await asyncio.to_thread(details_of, served.spec, sees)
         return json_response(details if derived is None else derived.shown(details))
 
     async def pull(self, request: Request) -> Response:

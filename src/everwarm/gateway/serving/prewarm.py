@@ -3,8 +3,8 @@
 Only while no request runs: a busy server has no idle time, and a client in a tool loop continues at once. The engine
 decides whether and when the text is read.
 
-With ``--workspace`` that includes the probable results of tool calls that name a file, read while a client runs its tools. A
-guess changes speed, never results: the next prompt is compared with it token by token. Only files below one folder are
+With ``--workspace`` that includes the probable results of tool calls that name a file, read while a client runs its tools.
+A guess changes speed, never results: the next prompt is compared with it token by token. Only files below one folder are
 opened, and only for one namespace.
 """
 
