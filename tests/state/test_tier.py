@@ -8,11 +8,10 @@ import pytest
 
 from everwarm.errors import EngineStopped
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.null_tiers import NullDisk, NullRemote
 from everwarm.state.remote.remote_tier import RemoteTier
-from everwarm.state.store.disk import Disk, Pin
+from everwarm.state.store.disk import Disk
 from everwarm.state.store.files import Files
-from everwarm.state.tier import Dropped, InSpaces, OnPrompts
+from everwarm.state.tier import DiskTier, Dropped, InSpaces, OnPrompts, Pin, SharedTier
 from support.crash_writer import ROOT, STEP, Thing, codes_of, conversation, state
 from support.disks import OpenDisk, check, put_all
 
@@ -38,7 +37,7 @@ def test_forgetting_a_prompt_takes_its_states_their_kv_and_their_pins(open_disk:
     assert disk.forget(on_prompt(1, 2 * STEP, beyond=2 * STEP)) == Dropped(), "nothing lies beyond its end"
     assert disk.forget(on_prompt(1, 2 * STEP)) == size_of(*mine)
     assert disk.names() == {thing.name for thing in others}
-    assert [pin.key for pin in disk.pins.all()] == [others[-1].header.key]
+    assert [pin.key for pin in disk.pins] == [others[-1].header.key]
     check(disk)
 
 
@@ -82,18 +81,19 @@ def test_what_cannot_be_removed_is_an_error(open_disk: OpenDisk) -> None:
         disk.forget(on_prompt(1, 2 * STEP))
 
 
-@pytest.mark.parametrize(("null", "real"), [(NullDisk, Disk), (NullRemote, RemoteTier)])
-def test_a_null_tier_takes_what_a_real_one_takes(null: type, real: type) -> None:
+@pytest.mark.parametrize(("null", "real"), [(DiskTier, Disk), (SharedTier, RemoteTier)])
+def test_a_tier_that_is_off_takes_what_a_real_one_takes(null: type, real: type) -> None:
     verbs = [name for name in vars(null) if inspect.isfunction(getattr(null, name)) and not name.startswith("_")]
     assert {"has", "forget", "stats", "close", "find"} <= set(verbs)
     for name in verbs:
+        assert name in vars(real), f"{name} is that of a tier that is off"
         ours = list(inspect.signature(getattr(null, name)).parameters)
         theirs = list(inspect.signature(getattr(real, name)).parameters)
         assert ours == theirs[: len(ours)], name
 
 
-def test_a_null_tier_keeps_and_finds_nothing() -> None:
-    disk, remote = NullDisk(), NullRemote()
+def test_a_tier_that_is_off_keeps_and_finds_nothing() -> None:
+    disk, remote = DiskTier(), SharedTier()
     prompt = Prompt(codes_of(1, STEP))
     assert not conversation(1)[0].put(disk) and disk.find(ROOT, prompt, STEP) is None and not disk.objects()
     assert remote.find(ROOT, prompt, (), least=0, most=len(prompt) - 1) is None and not remote.answers_within(

@@ -33,7 +33,7 @@ from everwarm.cli.cache_output import (
 from everwarm.config import cache_directory, parse_bytes, parse_duration, require, size_text
 from everwarm.errors import BadRequest
 from everwarm.gateway.client import Client
-from everwarm.state.tools import bundle, inventory, pruning
+from everwarm.state.tools import bundle, inventory
 from everwarm.state.tools.inventory import Folder, Tick, inspect
 
 cache = cyclopts.App(
@@ -220,11 +220,11 @@ def prune(
     keep_bytes = None if keep is None else parse_bytes(keep)
     used_since = None if older_than is None else now - parse_duration(older_than)
     paths = inventory.choose_folders(directory, folder)
-    with contextlib.nullcontext() if dry_run else pruning.holding(paths):
+    with contextlib.nullcontext() if dry_run else inventory.holding(paths):
         found = [inventory.read_folder(path) for path in paths]
-        doomed = pruning.choose(found, now, keep_bytes=keep_bytes, used_since=used_since)
+        doomed = inventory.choose_to_prune(found, now, keep_bytes=keep_bytes, used_since=used_since)
         if not dry_run:
-            pruning.remove(doomed)
+            inventory.remove_objects(doomed)
     n_states = sum(item.is_state for item in doomed)
     size = size_text(sum(item.size for item in doomed))
     print(
@@ -235,12 +235,12 @@ def prune(
 def _prune_folders(directory: Path, folder: str | None, dry_run: bool) -> None:
     paths = inventory.choose_folders(directory, folder)
     if folder is None:
-        paths += inventory.foreign_folders(directory) + pruning.leftovers(directory)
-    sizes = [pruning.folder_size(path) for path in paths]
+        paths += inventory.foreign_folders(directory) + inventory.leftovers(directory)
+    sizes = [inventory.folder_size(path) for path in paths]
     if not dry_run:
-        with pruning.holding(paths):
+        with inventory.holding(paths):
             for path in paths:
-                pruning.remove_folder(path)
+                inventory.remove_folder(path)
     verb = "would remove" if dry_run else "removed"
     for path, size in zip(paths, sizes, strict=True):
         print(f"{verb} {path.name}: {size_text(size)}")

@@ -156,7 +156,7 @@ def test_nothing_that_stems_from_a_trusted_file_outlives_the_engine(tmp_path, ar
         wrong = talk_on(core, whole)
         assert wrong != golden, "this test could not fail: the strange model says the same"
         assert not any(node.checkpoint and node.checkpoint.clean for node in core.cache.tree.nodes())
-        assert bool(core.cache.tiers.disk.objects() or core.cache.tiers.disk.pins.all()) is not is_apart
+        assert bool(core.cache.tiers.disk.objects() or core.cache.tiers.disk.pins) is not is_apart
     with open_core(arch, memory=memory, store=store) as core:
         assert bool(core.cache.ram.n_adopted) is not is_apart
         result = run(core, [*whole, *NEW], 8)

@@ -26,7 +26,7 @@ def node_at(core: Core, n_items: int) -> Node:
 
 def written(core: Core) -> list[int]:
     assert core.cache.tiers.disk.is_on
-    return sorted(pin.n_items for pin in core.cache.tiers.disk.pins.all())
+    return sorted(pin.n_items for pin in core.cache.tiers.disk.pins)
 
 
 @pytest.mark.parametrize("index", ["kept", "lost"])

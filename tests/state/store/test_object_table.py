@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import random
 
-from everwarm.state.store.index import IndexedObject, RememberedObject
-from everwarm.state.store.object_table import ObjectTable
+from everwarm.state.store.index import IndexedObject, ObjectTable, RememberedObject
 
 N_STEPS = 3000
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from everwarm.state.lineage import point_of
-from everwarm.state.store.disk import MAX_PINS, PINS, Disk, Pin, Pins
+from everwarm.state.store.disk import MAX_PINS, PINS, Disk, Pins
 from everwarm.state.store.index import INDEX
+from everwarm.state.tier import Pin
 from support.crash_writer import STEP, Thing, state
 from support.disks import Failing, OpenDisk, check, put_all, replace_index
 
@@ -57,7 +58,7 @@ def test_what_is_pinned_goes_when_nothing_else_can(open_disk: OpenDisk):
     disk.pin(pin_of(pinned))
     put_all(disk, new)
     assert disk.names() == {new.name}
-    assert [pin.key for pin in disk.pins.all()] == [pinned.header.key], "the wish stays"
+    assert [pin.key for pin in disk.pins] == [pinned.header.key], "the wish stays"
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[1]", b"[{}]", b"\xff" * 99, b'[{"key":1,"n_items":"x","space":""}]'])
@@ -68,9 +69,9 @@ def test_a_file_that_cannot_be_understood_holds_none(open_disk: OpenDisk, place:
     open_disk.close()
     (place / PINS).write_bytes(data)
     disk = open_disk()
-    assert disk.pins.all() == () and disk.degraded is None
+    assert disk.pins == () and disk.degraded is None
     disk.pin(pin_of(state(2)))
-    assert len(open_disk().pins.all()) == 1
+    assert len(open_disk().pins) == 1
 
 
 @pytest.mark.parametrize("operation", [("create", 1), ("append", 1), ("sync", 1), ("rename", 1), ("rename", 2)])
@@ -81,11 +82,11 @@ def test_a_disk_that_refuses_keeps_the_pins_it_has(open_disk: OpenDisk, operatio
     files.fail(*operation, errno.ENOSPC)
     before = disk.version
     disk.pin(pin_of(state(2)))
-    assert files.has_failed and disk.degraded is not None and len(disk.pins.all()) == 2 and disk.version > before
+    assert files.has_failed and disk.degraded is not None and len(disk.pins) == 2 and disk.version > before
     put_all(disk, state(5))
     assert disk.degraded is None
     disk = open_disk()
-    assert [pin.key for pin in disk.pins.all()] == [state(1).header.key]
+    assert [pin.key for pin in disk.pins] == [state(1).header.key]
     check(disk)
 
 
@@ -95,9 +96,9 @@ def test_pins_that_could_not_be_read_are_not_written_over(open_disk: OpenDisk):
     files = Failing()
     files.fail("open", 1, errno.EIO)
     disk = open_disk(files=files)
-    assert files.has_failed and disk.pins.all() == () and disk.counts.n_failures == 1
+    assert files.has_failed and disk.pins == () and disk.counts.n_failures == 1
     disk.pin(pin_of(state(2)))
-    assert len(disk.pins.all()) == len(open_disk().pins.all()) == 2
+    assert len(disk.pins) == len(open_disk().pins) == 2
 
 
 def test_the_same_pin_is_written_once_and_there_is_an_end_to_them(tmp_path: Path):

@@ -13,9 +13,8 @@ from everwarm.errors import BadRequest
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import FolderAbout, folder_name, write_about
 from everwarm.state.store.object import SUFFIX
-from everwarm.state.tools import pruning
-from everwarm.state.tools.inventory import read_folder
-from everwarm.state.tools.pruning import choose
+from everwarm.state.tools import inventory
+from everwarm.state.tools.inventory import choose_to_prune, read_folder
 from support.crash_writer import FINGERPRINT, STEP, Thing, conversation, in_memory, kv, state
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
@@ -45,8 +44,8 @@ def use(place: Path, ages: dict[str, float]) -> None:
 
 def pruned(place: Path, **wish: Any) -> set[str]:
     """What is left."""
-    with pruning.holding([place]):
-        pruning.remove(choose([read_folder(place)], NOW, **wish))
+    with inventory.holding([place]):
+        inventory.remove_objects(choose_to_prune([read_folder(place)], NOW, **wish))
     return {path.name for path in place.glob(f"*{SUFFIX}")}
 
 
@@ -96,13 +95,13 @@ def test_a_slow_models_states_are_worth_more(place):
         use(places[fingerprint], {})
         write_about(places[fingerprint], FolderAbout(fingerprint=fingerprint, seconds_per_token=speed))
     total = sum(thing.size for i in (1, 2) for thing in conversation(i))
-    doomed = choose([read_folder(path) for path in places.values()], NOW, keep_bytes=total - 1)
+    doomed = choose_to_prune([read_folder(path) for path in places.values()], NOW, keep_bytes=total - 1)
     assert {item.path.parent for item in doomed} == {place}
 
 
 def test_states_go_before_the_kv_they_need(place):
     fill(place, *conversation(1, n_kv=3), *conversation(2))
-    doomed = choose([read_folder(place)], NOW, keep_bytes=0)
+    doomed = choose_to_prune([read_folder(place)], NOW, keep_bytes=0)
     assert [item.is_state for item in doomed] == [True, True, False, False, False, False]
 
 
@@ -136,13 +135,13 @@ def test_random_directories_stay_whole_and_within_what_is_kept(place, seed):
 
 def test_a_directory_that_an_engine_holds_is_refused_with_a_sentence(place):
     held = contextlib.closing(Disk(place, PLENTY))
-    with held, pytest.raises(BadRequest, match="running server"), pruning.holding([place]):
+    with held, pytest.raises(BadRequest, match="running server"), inventory.holding([place]):
         raise AssertionError("it was held")
 
 
 def test_while_it_is_held_no_engine_opens_it(place):
     fill(place, *conversation(1))
-    with pruning.holding([place]), pytest.raises(Exception, match="another Everwarm"):
+    with inventory.holding([place]), pytest.raises(Exception, match="another Everwarm"):
         Disk(place, PLENTY)
     Disk(place, PLENTY).close()
 
@@ -155,7 +154,7 @@ def test_a_folder_is_removed_whole_and_only_it(place):
     (place / "link").symlink_to(beside)
     left = place.with_name(f".tmp-{place.name}")
     left.mkdir()  # of a removal that was interrupted
-    assert pruning.leftovers(place.parent) == [left] and pruning.folder_size(place) > 10_000
-    with pruning.holding([place]):
-        pruning.remove_folder(place)
+    assert inventory.leftovers(place.parent) == [left] and inventory.folder_size(place) > 10_000
+    with inventory.holding([place]):
+        inventory.remove_folder(place)
     assert [path.name for path in place.parent.iterdir()] == ["beside"]

@@ -185,7 +185,7 @@ class CacheCommands:
             assert kept is not None
             disk.pin(pin_of(kept)) if order.action == "pin" else disk.unpin([kept.key])
             n_bytes = disk.size_of([kept.name, *kept.needs])
-            is_pinned = point_of(kept.key, kept.n_items) in disk.pins.marked
+            is_pinned = point_of(kept.key, kept.n_items) in disk.pinned_points
             return {"id": order.node, "pinned": is_pinned, "bytes": n_bytes}
 
         with self._reporting(order.id):

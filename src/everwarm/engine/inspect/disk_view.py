@@ -23,10 +23,9 @@ from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.disk_tree import DiskNode, DiskTree, TreePoint, build_disk_tree, kv_on_path
 from everwarm.state.lineage import Point, keys, point_of, root_key, short_key
-from everwarm.state.null_tiers import DiskTier
-from everwarm.state.store.disk import Pin
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import Damaged, ObjectHeader
+from everwarm.state.tier import DiskTier, Pin
 from everwarm.state.tree import Tree
 
 PAUSE_EVERY, LONG_PAUSE_EVERY = 32, 128  # things between two pauses; of the simple ones
@@ -203,7 +202,7 @@ class DiskView:
             return None
         snapshot = self.snapshot(view)
         disk = self.tiers.disk
-        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins.all()}
+        there = {kept.space for kept in disk.objects()} | {pin.space for pin in disk.pins}
         return frozenset(space for space in (*there, *snapshot.spaces) if snapshot.is_in(space, namespace))
 
     # rows
@@ -256,7 +255,7 @@ def _files(disk: DiskTier) -> StoredFiles:
         if each.kind == "state" and all(n in kept for n in each.needs)
     ]
     sizes = {each.name: each.size for each in kept.values() if each.kind == "kv"}
-    return StoredFiles(version, frozenset(kept), states, sizes, disk.pins.marked)
+    return StoredFiles(version, frozenset(kept), states, sizes, disk.pinned_points)
 
 
 def _about(header: ObjectHeader) -> DiskNodeMeta:

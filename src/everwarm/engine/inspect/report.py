@@ -14,7 +14,7 @@ from everwarm.engine.request import Request
 from everwarm.engine.slots import Slot
 from everwarm.llama.lib import Device, warn_of_blind_build
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.null_tiers import NullDisk
+from everwarm.state.store.disk import Disk
 
 USABLE_SHARE = 0.9  # of the free memory: a longer context needs larger buffers to compute in, too
 _ROUND_TOKENS = 1024
@@ -153,7 +153,7 @@ def summary(core: Core) -> dict[str, Any]:
 def _disk(core: Core) -> dict[str, Any] | None:
     """None: no disk tier is configured. One that cannot be used is shown as degraded and empty."""
     disk = core.cache.tiers.disk
-    if isinstance(disk, NullDisk):
+    if not isinstance(disk, Disk):
         reason = core.cache.tiers.degraded
         return None if reason is None else _NO_DISK | {"reason": reason}
     return {

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, point_of, root_key, short_key
-from everwarm.state.null_tiers import DiskTier
-from everwarm.state.store.disk import Pin
+from everwarm.state.tier import DiskTier, Pin
 from everwarm.state.tree import Node, Tree
 
 MOST_PINS = 256  # of one namespace, unless an admin pins
@@ -23,7 +22,7 @@ PinJob = Callable[[DiskTier, str], None]  # done on the disk's thread, with the 
 
 def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> tuple[int, int]:
     """How many pins a space has, and the bytes of the states at their points with the KV that those need."""
-    pins = {pin.key: pin for pin in (*disk.pins.all(), *also) if pin.space == space}
+    pins = {pin.key: pin for pin in (*disk.pins, *also) if pin.space == space}
     points = {point for pin in pins.values() for point in pin.points}
     kept = {each.name: each for each in disk.objects() if each.space == space}
     states = [each for each in kept.values() if each.kind == "state" and point_of(each.key, each.n_items) in points]
@@ -35,10 +34,10 @@ def pin_again(
     tree: Tree, ram: Ram, disk: DiskTier, fingerprint: str, namespace: str, prompt: Prompt, n_items: int
 ) -> None:
     """Pins those nodes of a prompt's first items again that were pinned before. The items are in the tree."""
-    if not disk.pins.marked:
+    if not disk.pinned_points:
         return
     root = root_key(fingerprint, namespace)
-    wanted = {pin.key: pin.n_items for pin in disk.pins.all() if pin.space == short_key(root)}
+    wanted = {pin.key: pin.n_items for pin in disk.pins if pin.space == short_key(root)}
     ends = {n for n in wanted.values() if 0 < n <= n_items}
     for n, key in keys(root, prompt, ends).items() if ends else ():
         if wanted.get(key) == n:

@@ -18,10 +18,9 @@ from everwarm.engine.tiers.open_tiers import OpenTiers
 from everwarm.engine.tiers.packing import Job
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys
-from everwarm.state.null_tiers import DiskTier
 from everwarm.state.store.index import IndexedObject
 from everwarm.state.store.object import are_sound, name_of
-from everwarm.state.tier import PartReader
+from everwarm.state.tier import DiskTier, PartReader
 
 log = logging.getLogger("everwarm.tiers")
 

@@ -1,7 +1,7 @@
 """The tiers below RAM, opened: the disk, then the remote store; a disk that is degraded is tried again.
 
-Where no tier is configured nothing is opened: null tiers stand in. All of it may take long, so it runs on the thread of
-``lower_tiers``, but for what only asks.
+Where no tier is configured nothing is opened, and a tier that is off stands in. All of it may take long, so it runs on
+the thread of ``lower_tiers``, but for what only asks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key
-from everwarm.state.null_tiers import DiskTier, NullDisk, NullRemote, SharedTier
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.disk import Disk
 from everwarm.state.store.folder_meta import (
@@ -36,7 +35,7 @@ from everwarm.state.store.folder_meta import (
     read_about,
     write_about,
 )
-from everwarm.state.tier import Dropped, OnPrompts, Selection
+from everwarm.state.tier import DiskTier, Dropped, OnPrompts, Selection, SharedTier
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.tiers")
@@ -58,8 +57,8 @@ class OpenTiers:
     speed: Speed
     namespace_share: float
     is_right: Callable[[], bool]
-    disk: DiskTier = field(init=False, default_factory=NullDisk)
-    remote: SharedTier = field(init=False, default_factory=NullRemote)
+    disk: DiskTier = field(init=False, default_factory=DiskTier)
+    remote: SharedTier = field(init=False, default_factory=SharedTier)
     foreign_states: ForeignStates = field(init=False, default_factory=dict)
     fingerprint: str = field(init=False, default="")  # until the model's digest is known
     trouble: str | None = field(init=False, default=None)  # why there is no disk tier although one is configured
@@ -161,10 +160,10 @@ class OpenTiers:
     def heal(self) -> None:
         """Try a degraded tier again: another server may have gone, a file system may be writable again."""
         self.is_healing = True
-        if isinstance(self.disk, NullDisk):
-            self.trouble = self._try("on disk", self._open)
-        else:
+        if isinstance(self.disk, Disk):
             self.disk.probe()
+        else:
+            self.trouble = self._try("on disk", self._open)
         self._retry_at = None
         self._retry_wait_s = min(2 * self._retry_wait_s, RETRY_S[1])
         if self.degraded is None:

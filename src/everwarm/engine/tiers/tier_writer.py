@@ -23,9 +23,10 @@ from everwarm.engine.tiers.packing import Packing
 from everwarm.engine.tiers.ram import Ram
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.null_tiers import DiskTier, NullDisk
 from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.returns import Returns
+from everwarm.state.store.disk import Disk
+from everwarm.state.tier import DiskTier
 from everwarm.state.tree import Node, Tree
 
 log = logging.getLogger("everwarm.tiers")
@@ -338,4 +339,4 @@ def _passes(end: Node, nodes: Collection[int]) -> bool:
 
 def _has_room(disk: DiskTier) -> bool:
     """Whether more can be written without evicting anything there."""
-    return not isinstance(disk, NullDisk) and disk.degraded is None and disk.n_bytes < disk.budget_bytes
+    return isinstance(disk, Disk) and disk.degraded is None and disk.n_bytes < disk.budget_bytes

@@ -45,7 +45,7 @@ from everwarm.state.remote.pointer import (
 )
 from everwarm.state.store.folder_meta import folder_name
 from everwarm.state.store.object import Damaged, ObjectHeader, ObjectPart, ObjectReader, are_sound, encode, name_of
-from everwarm.state.tier import Dropped, InSpaces, OnPrompts, OpenObject, PartReader, Selection
+from everwarm.state.tier import Dropped, InSpaces, OnPrompts, OpenObject, PartReader, Selection, SharedTier
 from everwarm.types import Blob
 
 log = logging.getLogger("everwarm.remote")
@@ -188,7 +188,7 @@ class RemoteCounts:
     n_given_up: int = 0  # parcels that were not written
 
 
-class RemoteTier:
+class RemoteTier(SharedTier):
     is_on = True
 
     def __init__(

@@ -25,8 +25,8 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from sys import intern
@@ -38,10 +38,9 @@ from numpy.typing import NDArray
 from everwarm.errors import EngineStopped, EverwarmError
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import Point, keys, point_of
-from everwarm.state.store.background_pass import BackgroundPass
 from everwarm.state.store.disk_eviction import VictimQueue
 from everwarm.state.store.files import TEMPORARY, Files, make_folder
-from everwarm.state.store.index import INDEX, Index, IndexedObject, RememberedObject
+from everwarm.state.store.index import INDEX, Index, IndexedObject, ObjectTable, RememberedObject
 from everwarm.state.store.object import (
     SUFFIX,
     Damaged,
@@ -54,8 +53,7 @@ from everwarm.state.store.object import (
     name_of,
     state_name,
 )
-from everwarm.state.store.object_table import ObjectTable
-from everwarm.state.tier import Dropped, InSpaces, OnPrompts, Selection
+from everwarm.state.tier import DiskTier, Dropped, InSpaces, OnPrompts, Pin, Selection
 
 log = logging.getLogger("everwarm.disk")
 
@@ -63,6 +61,7 @@ PINS = "pins.json"
 MAX_PINS = 4096
 MOST_TEXTS = 256  # objects whose items are read for drafts
 MAX_ABOVE = 512  # points of one pin that are remembered; the deepest
+PAUSE_EVERY = 32  # files of a pass; afterwards its thread rests for as long as they took
 FEW_FILES, HEAD_START_S = 1000, 0.25  # opening waits for so long for the pass over so many files: all are known then
 _MAX_BYTES = 64 << 20
 _DAY_S = 86_400.0
@@ -70,17 +69,6 @@ _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FULL_SLACK = 1 << 20  # what a file system and the index need beside an object
 _BATCH = 256  # rows that the pass stores in one transaction
-
-
-class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    key: str
-    n_items: int
-    space: str
-    above: tuple[Point, ...] = ()
-
-    @property
-    def points(self) -> tuple[Point, ...]:
-        return (*self.above, point_of(self.key, self.n_items))
 
 
 class Pins:
@@ -158,17 +146,7 @@ class DirectoryTaken(EverwarmError):
     """Another process has locked this model's directory."""
 
 
-@dataclass(slots=True)
-class DiskCounts:
-    n_written: int = 0
-    n_bytes_written: int = 0
-    n_read: int = 0
-    n_damaged: int = 0
-    n_failures: int = 0
-    n_evicted: int = 0
-
-
-class Disk:
+class Disk(DiskTier):
     is_on = True
 
     def __init__(
@@ -182,10 +160,9 @@ class Disk:
     ) -> None:
         """``free_share``: the budget is at most what is here already and this share of what the file system has free.
         None: no such limit."""
+        super().__init__()
         self.directory = directory
         self.budget_bytes = budget_bytes
-        self.counts = DiskCounts()
-        self.degraded: str | None = None  # why, while it is
         self._space_share = space_share  # of the budget, for each space at most
         self._free_share = free_share
         self.write_budget = write_budget  # bytes per day; 0: any number
@@ -200,13 +177,12 @@ class Disk:
         self._victims = VictimQueue(by_space=space_share < 1.0)
         self._changed: list[str] = []  # what the pass found and has not stored yet
         self._in_hand = ""  # the object that is being written
-        self.version = 0  # another one: something came or went
         make_folder(directory, self._files)
         self._held = hold(directory)
         try:
-            self.pins = Pins(directory / PINS, self._files)
-            if self.pins.trouble is not None:
-                self._fail("read", self.pins.trouble)
+            self._pins = Pins(directory / PINS, self._files)
+            if self._pins.trouble is not None:
+                self._fail("read", self._pins.trouble)
             self._index = Index(directory / INDEX)
             with self._indexing():
                 self._written_today = self._index.written()
@@ -223,6 +199,14 @@ class Disk:
             os.close(self._held)
 
     # questions
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        return self._pins.all()
+
+    @property
+    def pinned_points(self) -> frozenset[Point]:
+        return self._pins.marked
 
     def names(self) -> frozenset[str]:
         with self._lock:
@@ -448,10 +432,10 @@ class Disk:
 
     def pin(self, pin: Pin) -> None:
         """Pins points: their states are evicted last. Durable when this returns, unless the tier is degraded."""
-        self._change_pins(lambda: self.pins.put(pin))
+        self._change_pins(lambda: self._pins.put(pin))
 
     def unpin(self, keys: Collection[str]) -> None:
-        self._change_pins(lambda: self.pins.remove(keys))
+        self._change_pins(lambda: self._pins.remove(keys))
 
     def _change_pins(self, change: Callable[[], bool]) -> None:
         with self._writing:
@@ -461,7 +445,7 @@ class Disk:
                 self.version += 1
                 self._fail("pinned", error)
             with self._lock:
-                self._victims.note_pins(self.pins.marked, time.time())
+                self._victims.note_pins(self.pinned_points, time.time())
 
     def drop(self, name: str) -> bool:
         """Removes an object; returns whether it is gone. A file that cannot be removed is tried again when the tier is
@@ -484,17 +468,17 @@ class Disk:
         self.settle()
         match what:
             case OnPrompts():
-                lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins.all()}
+                lengths = {kept.n_items for kept in self.objects()} | {pin.n_items for pin in self.pins}
                 named = what.keys(lengths)
                 self.unpin(named)
                 return self._drop_states([k for k in self.objects() if k.kind == "state" and k.key in named])
             case tuple():
                 points = {point_of(kept.key, kept.n_items) for kept in what}
-                self.unpin({pin.key for pin in self.pins.all() if points & set(pin.points)})
+                self.unpin({pin.key for pin in self.pins if points & set(pin.points)})
                 names = self.names()
                 return self._drop_states([kept for kept in what if kept.name in names])
             case InSpaces():
-                self.unpin({pin.key for pin in self.pins.all() if what.has(pin.space)})
+                self.unpin({pin.key for pin in self.pins if what.has(pin.space)})
                 return self._drop_all([kept for kept in self.objects() if what.has(kept.space)])
 
     def _drop_states(self, states: Sequence[IndexedObject]) -> Dropped:
@@ -642,7 +626,7 @@ class Disk:
         while stranded is None:
             with self._lock:  # released in between: after a long pause there may be much to catch up on
                 if self._victims.advance(space, now):
-                    found = self._victims.choose(space, self.pins.marked, spare, now)
+                    found = self._victims.choose(space, self.pinned_points, spare, now)
                     return None if found is None else found.name
         return stranded
 
@@ -712,3 +696,66 @@ def hold(directory: Path) -> int:
             f"another Everwarm keeps this model's states in {directory}: give one of them another --state-dir"
         ) from None
     return fd
+
+
+class BackgroundPass:
+    """A pass over many files on a thread of its own, which works half of the time until it is waited for. Knows nothing of
+    what is done to a file."""
+
+    def __init__(self, names: Iterable[str], look: Callable[[str], None], end: Callable[[], None]) -> None:
+        """``look`` is called for every name, then ``end``, unless the pass is stopped before. Both must not fail. The
+        names are asked for on the thread, too."""
+        self._names = names
+        self._look = look
+        self._end = end
+        self._is_urgent = threading.Event()
+        self._is_stopped = False
+        self._has_looked = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="everwarm-reconcile", daemon=True)
+
+    def start(self, head_start_s: float = 0.0) -> None:
+        """Waits for so long, and does without pauses meanwhile: a short pass is over when this returns."""
+        self._is_urgent.set()
+        self._thread.start()
+        self._thread.join(head_start_s)
+        self._is_urgent.clear()
+
+    @property
+    def is_over(self) -> bool:
+        return self._has_looked.is_set()
+
+    def finish(self) -> None:
+        """Waits until every file was looked at, without pauses from now on; not for ``end``."""
+        self._is_urgent.set()
+        self._has_looked.wait()
+
+    def stop(self) -> None:
+        """Ends the pass after the file that it is looking at, and waits for its thread."""
+        self._is_stopped = True
+        self._is_urgent.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def join(self) -> None:
+        """Waits until the pass and its end are over."""
+        self._is_urgent.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._look_at_all()
+        except Exception:
+            log.exception("not every file on disk could be looked at")
+        self._has_looked.set()
+        if not self._is_stopped:
+            self._end()
+
+    def _look_at_all(self) -> None:
+        began = time.monotonic()
+        for i, name in enumerate(self._names, start=1):
+            if self._is_stopped:
+                return
+            self._look(name)
+            if i % PAUSE_EVERY == 0:
+                self._is_urgent.wait(time.monotonic() - began)
+                began = time.monotonic()

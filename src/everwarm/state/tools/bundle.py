@@ -30,8 +30,7 @@ from everwarm.state.store.folder_meta import (
     write_about,
 )
 from everwarm.state.store.object import OBJECT_NAME, Damaged, ObjectHeader, ObjectReader, name_of
-from everwarm.state.tools.inventory import Folder, Object, Tick, open_object, read_folder
-from everwarm.state.tools.pruning import holding
+from everwarm.state.tools.inventory import Folder, Object, Tick, holding, open_object, read_folder
 
 MAX_MEMBERS = 1_000_000
 _BLOCK = tarfile.BLOCKSIZE
