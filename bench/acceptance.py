@@ -28,9 +28,8 @@ from everwarm.config import GREEDY, ModelOptions
 from everwarm.engine.engine import Engine
 from everwarm.engine.lifecycle import intake
 from everwarm.engine.settings import EngineSettings, StoreSettings
-from everwarm.engine.speculation.draft_length import Record, StepShape
+from everwarm.engine.speculation.draft_length import Pacing, Record, StepShape
 from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
-from everwarm.engine.speculation.pacing import Pacing
 from everwarm.types import SeqId
 
 RATES = (0.0, 0.5, 0.7, 0.9)  # 0: a text that cannot be predicted

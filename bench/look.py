@@ -15,8 +15,7 @@ from bench.measure import EMBEDDED, median_s, table
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import finish_page, turn_page
-from everwarm.engine.inspect.disk_view import DiskView
+from everwarm.engine.inspect.cache_view import DiskView, finish_page, turn_page
 from everwarm.engine.inspect.report import summary
 from everwarm.engine.loop import Loop, start
 from everwarm.engine.process import messages as m

@@ -16,9 +16,8 @@ import numpy as np
 
 from bench.acceptance import N_DRAFT, N_REPLY, AlwaysThree
 from bench.measure import table
-from everwarm.engine.speculation.draft_length import Proposal, Record, StepShape
+from everwarm.engine.speculation.draft_length import Pacing, Proposal, Record, StepShape
 from everwarm.engine.speculation.model_drafter import HeadDrafter
-from everwarm.engine.speculation.pacing import Pacing
 
 N_REPLIES, N_SEEDS = 4, 40
 OVERHEAD_S = 1e-4

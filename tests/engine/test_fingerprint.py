@@ -15,7 +15,7 @@ from everwarm.config import ContextOptions, ModelOptions, RopeOptions
 from everwarm.engine import fingerprint as table
 from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.verify.verify_states import find_model, replay_states
+from everwarm.engine.verify import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
 from everwarm.llama import abi
 from everwarm.llama.batch import Feed

@@ -13,7 +13,7 @@ from everwarm.engine.process.messages import SentImage
 from everwarm.engine.request import Ask
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.slotfile import slot_io
-from everwarm.engine.verify.cold_replay import compare_with_cold
+from everwarm.engine.verify import compare_with_cold
 from everwarm.errors import PIXELS_MISSING, BadRequest
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.store.object import Damaged

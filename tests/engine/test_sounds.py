@@ -14,7 +14,7 @@ from everwarm.engine.request import Finished, NewToken
 from everwarm.engine.scheduling import admission
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
-from everwarm.engine.verify.cold_replay import compare_with_cold
+from everwarm.engine.verify import compare_with_cold
 from everwarm.errors import PIXELS_MISSING, BadRequest
 from everwarm.llama.media.media_model import MediaModel, MediaShape
 from everwarm.state.store.arena_file import memory_file

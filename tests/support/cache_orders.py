@@ -8,8 +8,7 @@ from typing import Any
 
 from everwarm.engine.core import Core
 from everwarm.engine.inspect.cache_commands import CacheCommands
-from everwarm.engine.inspect.cache_view import NodePage, finish_page, turn_page
-from everwarm.engine.inspect.disk_view import DiskView
+from everwarm.engine.inspect.cache_view import DiskView, NodePage, finish_page, turn_page
 from everwarm.engine.process import messages as m
 from support.drive import AtOnce, run, text
 from support.kept_cores import put_away

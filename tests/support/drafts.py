@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from everwarm.engine.core import Core
-from everwarm.engine.speculation.draft_length import Proposal, Record, StepShape, Tokens
+from everwarm.engine.speculation.draft_length import Pacing, Proposal, Record, StepShape
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
-from everwarm.engine.speculation.pacing import Pacing
-from everwarm.llama.batch import Feed
+from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.model import Model
 from support.drive import open_core
 

@@ -13,7 +13,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.verify.cold_replay import replay as read_cold
+from everwarm.engine.verify import replay as read_cold
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt

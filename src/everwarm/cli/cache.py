@@ -172,7 +172,7 @@ def verify(
     require(limit is None or 0 <= limit <= MAX_LIMIT, f"--limit is {limit}; give 0 to {MAX_LIMIT}")
     directory = _directory(state_dir)
     found = [inventory.read_folder(path) for path in inventory.choose_folders(directory, folder)]
-    from everwarm.engine.verify.verify_states import check_up  # late, because the engine takes a moment to load
+    from everwarm.engine.verify import check_up  # late, because the engine takes a moment to load
 
     with _progress() as begin:
         reports = check_up(found, model, limit, begin)

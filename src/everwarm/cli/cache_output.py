@@ -18,7 +18,7 @@ from everwarm.config import size_text
 from everwarm.types import Json
 
 if TYPE_CHECKING:  # what other commands take from here needs none of these
-    from everwarm.engine.verify.verify_states import Report
+    from everwarm.engine.verify import Report
     from everwarm.gateway.client import Client
     from everwarm.state.tools.inventory import Folder, Inspected, Lineage
 

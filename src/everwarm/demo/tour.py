@@ -29,7 +29,7 @@ from everwarm.engine.images import image_prompt
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import Result
 from everwarm.engine.settings import EngineSettings, StoreSettings
-from everwarm.engine.verify.cold_replay import ExactReport, compare_with_cold
+from everwarm.engine.verify import ExactReport, compare_with_cold
 from everwarm.errors import BadRequest
 from everwarm.gateway.chat.chat_template import ChatTemplate
 from everwarm.prompt.prompt import Prompt

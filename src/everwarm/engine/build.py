@@ -14,41 +14,32 @@ from everwarm.config import ModelOptions
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
-from everwarm.engine.cache.drop import Dropper
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prefix_cache import PrefixCache
 from everwarm.engine.cache.prewarm import PrewarmQueue
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
-from everwarm.engine.cache.timed_pins import TimedPins
 from everwarm.engine.core import Core
 from everwarm.engine.images import ImageCache
-from everwarm.engine.inspect.stats import CheckpointStats, RequestStats
-from everwarm.engine.lifecycle.core_status import StatusBoard
-from everwarm.engine.lifecycle.intake import Intake
 from everwarm.engine.lifecycle.keeping import Keeper
-from everwarm.engine.lifecycle.starting import CutPlanner, Starter
+from everwarm.engine.lifecycle.starting import Starter, Unverified
 from everwarm.engine.memory_plan import Sizes, decide_sizes, gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.engine.process.reply_text import words_of
-from everwarm.engine.scheduling.admission import Admission
-from everwarm.engine.scheduling.request_queue import RequestQueue
+from everwarm.engine.scheduling.admission import Admission, RequestQueue
 from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget
 from everwarm.engine.scheduling.step_plan import StepPlanner
 from everwarm.engine.settings import EngineSettings, RestorePolicy
-from everwarm.engine.slotfile.unverified import Unverified
 from everwarm.engine.slots import Residents, Slot, Spares
+from everwarm.engine.speculation.draft_length import Pacing
+from everwarm.engine.speculation.lookup import DiskTexts, SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import HeadDrafter, ModelDrafter, require_drafts_for
-from everwarm.engine.speculation.pacing import Pacing
-from everwarm.engine.speculation.rollback import Rollback
-from everwarm.engine.speculation.speculator import Speculator
-from everwarm.engine.speculation.suffix_lookup import SuffixLookup
-from everwarm.engine.speculation.tree_lookup import DiskTexts, TreeLookup
-from everwarm.engine.speed import FIRST_GUESS_S, Speed
+from everwarm.engine.speculation.speculator import Rollback, Speculator
+from everwarm.engine.stats import FIRST_GUESS_S, CheckpointStats, RequestStats, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
-from everwarm.engine.tiers.pinned_arena import Pinning, why_not
-from everwarm.engine.tiers.ram import Ram
+from everwarm.engine.tiers.pins import TimedPins
+from everwarm.engine.tiers.ram import Pinning, Ram, why_not
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.llama.context import Context
@@ -167,7 +158,6 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     admission = Admission(
         context, cache.tree, residents.slots, cache.restorer, cache.loader, cache.returns, speed, cuts=takes_cuts
     )
-    cut_planner = CutPlanner(context.kind, settings.n_ubatch, cache.checkpointer, cache.returns, cache.ram_budget)
     finish_prefill_s = settings.finish_prefill_s
     return Core(
         context=context,
@@ -177,15 +167,14 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         slots=residents.slots,
         images=opened.images,
         cache=cache,
-        intake=Intake(context, settings, opened.images, Unverified(cache.restorer), speculator),
+        unverified=Unverified(cache.restorer),
         queue=queue,
         admission=admission,
-        starter=Starter(context, residents.slots, cache, admission, cut_planner, counts, settings.idle_cells),
+        starter=Starter(context, residents.slots, cache, admission, counts, settings.idle_cells, settings.n_ubatch),
         planner=_planner(opened, residents.slots, speed),
         speculator=speculator,
         keeper=Keeper(cache.checkpointer, cache.returns, cache.offload, prewarm, counts, finish_prefill_s),
         prewarm=prewarm,
-        board=StatusBoard(residents.slots, queue, cache.tree, speed, counts),
         speed=speed,
         counts=counts,
     )
@@ -223,7 +212,6 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
         returns=returns,
         room=room,
         joiner=Joiner(context, tree, ram, budget, writer.most_joined),
-        dropper=Dropper(tree, residents, ram, writer, checkpointer, returns),
         timed_pins=TimedPins(tree),
         ram=ram,
         ram_budget=budget,

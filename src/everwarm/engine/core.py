@@ -19,25 +19,35 @@ import numpy as np
 from everwarm.engine.cache.prefix_cache import PrefixCache
 from everwarm.engine.cache.prewarm import PrewarmQueue, is_worth_prewarming
 from everwarm.engine.images import ImageCache
-from everwarm.engine.inspect.stats import RequestStats
-from everwarm.engine.lifecycle.core_status import CoreStatus, StatusBoard
-from everwarm.engine.lifecycle.intake import Intake
 from everwarm.engine.lifecycle.keeping import Keeper
-from everwarm.engine.lifecycle.starting import Starter
+from everwarm.engine.lifecycle.starting import Starter, Unverified, new_request, stop_watch, with_own_namespace
 from everwarm.engine.memory_plan import Sizes
+from everwarm.engine.process.messages import Beat
 from everwarm.engine.process.reply_text import probabilities_of
-from everwarm.engine.recovery import MAX_ATTEMPTS, StallWatch, describe_stall, whom_to_suspend, why_too_long
 from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Progress, Request, Started
-from everwarm.engine.scheduling.admission import Admission, Verdict
-from everwarm.engine.scheduling.request_queue import RequestQueue
-from everwarm.engine.scheduling.scheduler import Grant, fit
+from everwarm.engine.scheduling.admission import (
+    Admission,
+    RequestQueue,
+    Verdict,
+    backlog_of,
+    require_possible,
+    seats_window,
+)
+from everwarm.engine.scheduling.scheduler import (
+    MAX_ATTEMPTS,
+    Grant,
+    StallWatch,
+    describe_stall,
+    fit,
+    next_to_suspend,
+    why_too_long,
+)
 from everwarm.engine.scheduling.step_plan import StepPlanner, oldest_first
-from everwarm.engine.scheduling.turns import seats_window
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Proposal
 from everwarm.engine.speculation.speculator import Picked, Speculator, pick, with_probs
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import RequestStats, Speed
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected, WeightsTouched
 from everwarm.llama.batch import Feed
@@ -54,6 +64,7 @@ OPEN_WAIT_S = 20.0  # for the disk tier to open, before stopping
 NAP_S = 0.25  # between looks at whether it has opened
 FILES_WAIT_S = 0.01  # at once, while a file is read again
 DISK_WAIT_S = 0.002  # at once, while nothing else is to be done: a request may be cancelled
+STATUS_S = 0.1  # between two published statuses while steps run
 MAX_SHOWN = 16  # waiting requests, in the log of a stall
 
 
@@ -68,7 +79,7 @@ class Core:
     images: ImageCache | None  # None: the model sees no images
     cache: PrefixCache
     # requests: how they come, wait, start, run and leave
-    intake: Intake
+    unverified: Unverified
     queue: RequestQueue
     admission: Admission
     starter: Starter
@@ -76,13 +87,19 @@ class Core:
     speculator: Speculator
     keeper: Keeper
     prewarm: PrewarmQueue
-    board: StatusBoard
     # what is learned on the way
     speed: Speed
     counts: RequestStats
     stall: StallWatch = field(default_factory=StallWatch)
     has_cancelled: bool = False  # a request was cancelled since the last step
     is_encoding: bool = False  # the last step encoded a window of a sound, and more follow
+    # what any thread may read: of requests that run or wait, without what is read ahead, and of the tree
+    status: Beat = field(init=False)
+    is_status_old: bool = False  # a request has come, started or ended since
+    status_due_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._publish_status()
 
     def close(self) -> None:
         for request in self._requests():
@@ -95,11 +112,6 @@ class Core:
     @property
     def model(self) -> Model:
         return self.context.model
-
-    @property
-    def status(self) -> CoreStatus:
-        """Immutable; any thread may ask."""
-        return self.board.status
 
     def require_same_model(self) -> None:
         """``ModelChanged``: a file was overwritten. Nothing computed here is valid for the file as it is now."""
@@ -132,9 +144,13 @@ class Core:
         return request
 
     def enqueue(self, ask: Ask) -> Request:
-        request = self.intake.request(ask)
+        require_possible(ask, self.context, self.settings, self.images)
+        ask = self.unverified.route(with_own_namespace(ask, self.model.scales))
+        request = new_request(ask, self.model, self.settings.n_ctx_of_request(self.context.n_ctx))
+        if ask.stop and self.speculator.is_on:  # no draft is verified beyond a stop string
+            request.stop_watch = stop_watch(self.model.vocab, ask.stop)
         self.queue.add(request)
-        self.board.note_change()
+        self.is_status_old = True
         return request
 
     def give_way(self) -> None:
@@ -146,7 +162,7 @@ class Core:
 
     def offer_prewarm(self, ask: Ask) -> None:
         """A prompt to be read in idle time."""
-        self.prewarm.offer(self.intake.unverified.route(ask))
+        self.prewarm.offer(self.unverified.route(ask))
 
     def cancel(self, request_id: int) -> None:
         """Cancels a request at the next step. What was read until then is kept."""
@@ -169,13 +185,13 @@ class Core:
     def forget_ahead(self, namespace: str) -> None:
         """Cancels prewarming and loading for namespaces with this prefix, so that nothing of them enters the tree
         later, and forgets where their prompts parted and what replies may be drafted from."""
-        self.starter.cut_planner.partings.forget(namespace)
+        self.starter.partings.forget(namespace)
         self.speculator.forget()
         ahead = self.prewarm.drop(namespace)
         if ahead is not None:
             self.cancel(ahead.id)
             self.stop(ahead.id)
-        self.cache.loader.arrivals.stop(namespace)
+        self.cache.loader.stop_arriving(namespace)
         self.admission.drop_fetches(request for request in self.queue if request.ask.namespace.startswith(namespace))
 
     @property
@@ -202,7 +218,7 @@ class Core:
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
         done = self.cache.save_piece() or self.begin_prewarm() or self.cache.join_piece()
-        if not done or self.board.is_old:
+        if not done or self.is_status_old:
             self._publish_status()  # before the loop waits for a job
         return done
 
@@ -240,7 +256,7 @@ class Core:
         events: list[Event] = []
         if self._step(events):
             self._watch_stall(events)
-        if self.board.is_old:
+        if self.is_status_old:
             self._publish_status()
         return events
 
@@ -250,7 +266,7 @@ class Core:
             self._drop_cancelled(events)
         if self.queue:
             self._admit(events)
-        if self.board.is_due:
+        if self.is_status_old or time.monotonic() >= self.status_due_at:
             self._publish_status()  # before what may take long
         if not self._may_compute():
             return False
@@ -265,8 +281,19 @@ class Core:
         self.keeper.keep_prompt_ends()
 
     def _publish_status(self) -> None:
-        self.cache.timed_pins.expire(time.monotonic())
-        self.board.publish()
+        """What other threads may know of this core: an immutable value."""
+        now = time.monotonic()
+        self.cache.timed_pins.expire(now)
+        running = [request for slot in self.slots if (request := slot.request) is not None]
+        self.status = Beat(
+            step_age_s=None,
+            n_running=sum(not request.ask.ahead for request in running),
+            n_queued=len(self.queue),
+            version=self.cache.tree.version,
+            backlog=backlog_of(self.slots, self.queue, self.speed, self.counts.new_share),
+        )
+        self.status_due_at = now + STATUS_S
+        self.is_status_old = False
 
     def _decode(self, events: list[Event]) -> bool:
         """Decode what is planned. Younger requests are suspended until something fits, so a step with a running request
@@ -499,7 +526,7 @@ class Core:
         request.sampler.close()
         if finish in (Finish.STOP, Finish.LENGTH) and not request.ask.ahead:
             self.speed.learn_reply(request.n_reply)
-        self.board.note_change()
+        self.is_status_old = True
         events.append(Finished(request.id, request.result(finish, error), receipt))
 
     # starting
@@ -539,7 +566,7 @@ class Core:
         self.queue.admit(request)
         is_first = request.started_at is None
         slot, restored = self.starter.start(request)
-        self.board.note_change()
+        self.is_status_old = True
         if is_first:
             n_cached = request.n_tokens(request.n_cached)
             events.append(Started(request.id, request.n_prompt_tokens, n_cached, slot.seq))
@@ -551,7 +578,7 @@ class Core:
     def _make_way(self, error: ContextFull, events: list[Event]) -> None:
         """The running requests fill the context."""
         running = self._running()
-        youngest = whom_to_suspend(running)
+        youngest = next_to_suspend(running)
         if youngest is not None:
             self.counts.n_suspended += 1
             return self._suspend(youngest, str(error))
@@ -578,7 +605,7 @@ class Core:
 
     def _requeue(self, request: Request) -> None:
         self.queue.add_again(request)
-        self.board.note_change()
+        self.is_status_old = True
 
     def _start_over(
         self, slots: list[Slot], error: MemoryFault, events: list[Event], guilty: Slot | None = None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from everwarm.engine.core import Core
-from everwarm.engine.lifecycle.core_status import CoreStatus
+from everwarm.engine.process.messages import Beat
 from everwarm.engine.request import Event
 
 REST_S = 0.01  # before idle work: a request right after an answer does not wait for a piece of it
@@ -40,8 +40,8 @@ class Loop:
         self._inbox.put(None)
 
     @property
-    def status(self) -> CoreStatus:
-        """At most a step or a tenth of a second old; safe to ask from any thread."""
+    def status(self) -> Beat:
+        """Of the core alone, at most a step or a tenth of a second old; safe to ask from any thread."""
         return self.core.status
 
     def step_age_s(self) -> float | None:

@@ -363,6 +363,6 @@ def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert after.cache.tree.ram_bytes, "this test could not fail"
         del ended
-        core.cache.dropper.drop(core.cache.tree.root(""))
+        core.cache.drop(core.cache.tree.root(""))
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert not after.cache.tree.ram_bytes

@@ -107,4 +107,4 @@ def test_a_parting_at_the_beginning_of_a_message_teaches_nothing():
     with open_core(checkpoints=WIDE) as core:
         for value in (ONE, OTHER):
             run(core, HEAD + value + TAIL, stable=STABLE, boundaries=(AT - 3,))
-        assert core.starter.cut_planner.partings.places("", Prompt.of_tokens(text(8, 300) + HEAD[-6:] + ONE), 0) == []
+        assert core.starter.partings.places("", Prompt.of_tokens(text(8, 300) + HEAD[-6:] + ONE), 0) == []

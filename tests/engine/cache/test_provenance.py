@@ -14,7 +14,7 @@ from everwarm.engine.cache import ram_writer, restore
 from everwarm.engine.core import Core
 from everwarm.engine.tiers import loader
 from everwarm.engine.tiers.loader import Loader
-from everwarm.engine.verify.cold_replay import compare_with_cold
+from everwarm.engine.verify import compare_with_cold
 from support.drive import check, memory_of, open_core, record_logits, replay, run, text, tidy
 from support.kept_cores import kept_core, put_away, sharing
 

@@ -3,8 +3,8 @@
 import pytest
 
 from everwarm.engine.core import Core
-from everwarm.engine.recovery import MAX_ATTEMPTS
 from everwarm.engine.request import Finish, NewToken
+from everwarm.engine.scheduling.scheduler import MAX_ATTEMPTS
 from everwarm.errors import ContextFull, DecodeFailed, StateRejected, TrimRefused
 from support.campaign import crossed
 from support.drive import EVERY_KIND, assert_greedy, check, drain, open_core, run, step_until, submit, text

@@ -24,7 +24,7 @@ from everwarm.config import parse_bytes, parse_duration
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
-from everwarm.engine.verify.verify_states import Finding, Report, check_up
+from everwarm.engine.verify import Finding, Report, check_up
 from everwarm.errors import BadRequest
 from everwarm.llama.batch import Feed
 from everwarm.state.store.folder_meta import read_about, write_about

@@ -68,14 +68,14 @@ def test_what_is_dropped_is_gone_and_what_lies_above_it_is_still_warm(arch, n_sp
         (junction, *_) = [node for node in core.cache.tree.nodes() if len(node.children) > 1]
         child = next(iter(junction.children.values()))
         gone = child.path
-        core.cache.dropper.drop(child)
+        core.cache.drop(child)
         check(core)
         assert child.id not in core.cache.tree.by_id
         again = run(core, gone.codes.tolist()[:260])
         assert again.n_cached <= junction.n_items, "it was forgotten"
         assert again.n_cached >= 190, "what others share was not"
         for root in core.cache.tree.roots():
-            core.cache.dropper.drop(root)
+            core.cache.drop(root)
         check(core)
         assert core.cache.tree.ram_bytes == 0 and summary(core)["tiers"]["device"] == {"n_states": 0, "n_cells": 0}
         assert run(core, gone.codes.tolist()[:260]).n_cached == 0
@@ -86,13 +86,13 @@ def test_one_that_runs_goes_on_while_its_lineage_is_dropped():
         prompt = [*SHARED, *text(2, 60)]
         alone = run(core, prompt, 20).tokens
         for root in core.cache.tree.roots():
-            core.cache.dropper.drop(root)
+            core.cache.drop(root)
         request = submit(core, prompt, 20)
         step_until(core, NewToken)
         seen = pages(core, 1000)
         (running,) = [node.running for node in seen if node.running]
         assert running[0] == request.id and running[2] == len(prompt)
         for root in core.cache.tree.roots():
-            core.cache.dropper.drop(root)
+            core.cache.drop(root)
             check(core)
         assert drain(core)[request.id].tokens == alone

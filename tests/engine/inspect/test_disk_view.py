@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 
 from everwarm.engine.core import Core
-from everwarm.engine.inspect.cache_view import finish_page
-from everwarm.engine.inspect.disk_view import DiskView
+from everwarm.engine.inspect.cache_view import DiskView, finish_page
 from everwarm.engine.process import messages as m
 from everwarm.engine.process.reply_text import items_text
 from everwarm.engine.request import Ask, NewToken
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.tiers.disk_pins import pinned_on_disk
 from everwarm.engine.tiers.loader import Fetch
+from everwarm.engine.tiers.pins import pinned_on_disk
 from everwarm.errors import TreeChanged
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import root_key, short_key
@@ -295,7 +294,7 @@ def test_what_is_dropped_is_quoted_to_nobody_neither_later_nor_while_it_runs(tmp
     parting = [*SHARED, *text(3, 60)]
     with kept_core(tmp_path) as core:
         run(core, known, namespace=NAMESPACE)
-        core.cache.dropper.drop(core.cache.tree.root(NAMESPACE))
+        core.cache.drop(core.cache.tree.root(NAMESPACE))
         why = run(core, parting, namespace=NAMESPACE).why
         assert why is not None and why.diverged is not None
         assert why.diverged.known == items_text(core.model.vocab, Prompt.of_tokens(known[200:216]))

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everwarm.engine import recovery
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request, Result
+from everwarm.engine.scheduling import scheduler
 from everwarm.engine.scheduling.admission import Admission
 from everwarm.engine.scheduling.scheduler import fit
 from everwarm.engine.scheduling.step_plan import oldest_first
@@ -153,7 +153,7 @@ def test_two_that_begin_alike_in_cells_of_their_own_end(arch):
 
 def test_the_control_without_the_rule_nobody_moves(monkeypatch):
     step_in_vain(monkeypatch)
-    monkeypatch.setattr(recovery, "MAX_STEPS", 1 << 30)
+    monkeypatch.setattr(scheduler, "MAX_STEPS", 1 << 30)
     with open_core("llama", n_ctx=256, n_spares=4) as core:
         watched = play_pairs(core)
         assert len(watched.results) < 2 and watched.n_vain > watched.most_steps / 2

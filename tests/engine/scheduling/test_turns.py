@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request
-from everwarm.engine.scheduling import admission, turns
-from everwarm.engine.scheduling.turns import TurnTaking, next_side
+from everwarm.engine.scheduling import admission
+from everwarm.engine.scheduling.admission import TurnTaking, next_side
 from everwarm.state.lineage import chunk_at, is_begun_by, is_seated_at
 from support.drive import EVERY_KIND, drain, open_core, record_logits, run, submit, text
 
@@ -52,7 +52,7 @@ def uninterrupted(arch: str) -> tuple[tuple[int, ...], list[np.ndarray]]:
 @pytest.mark.parametrize("arch", EVERY_KIND)
 def test_a_request_that_is_suspended_at_every_turn_says_the_same_to_the_bit(arch, ram_bytes, monkeypatch):
     """Also if what it was suspended with is lost, and it has to read everything again."""
-    monkeypatch.setattr(turns, "SEAT_EVERY", 8)
+    monkeypatch.setattr(admission, "SEAT_EVERY", 8)
     tokens, expected = uninterrupted(arch)
     with open_core(arch, ram_bytes=ram_bytes, **SMALL) as core:
         asked, rows, results = in_turns(core, LONG)
@@ -75,7 +75,7 @@ def test_the_control_beside_others_the_numbers_differ(arch):
 
 def test_the_control_a_window_that_is_seated_only_when_somebody_waits_gives_other_numbers(monkeypatch):
     """What fixed seats are for: once the ring is full, it matters whether the window was seated anew."""
-    monkeypatch.setattr(turns, "SEAT_EVERY", 1 << 30)
+    monkeypatch.setattr(admission, "SEAT_EVERY", 1 << 30)
     one = SMALL | {"n_slots": 1}
     with open_core("gemma3", **one) as core:
         expected = record_logits(core)

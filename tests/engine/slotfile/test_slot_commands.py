@@ -18,7 +18,7 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.slotfile.slot_commands import SlotCommands
-from everwarm.engine.tiers.arriving import Arriving
+from everwarm.engine.tiers.loader import Arriving
 from support.drive import text
 from support.models import tiny_model
 from support.server import until
@@ -119,7 +119,7 @@ def test_a_restore_is_answered_before_the_rest_is_read(path, monkeypatch):
         server.settle()
         assert OLD in server.points()
         assert server.run([*HISTORY[:OLD], *NEW]).n_cached == OLD
-        assert server.engine.call(lambda core: core.cache.loader.arrivals.files) == []
+        assert server.engine.call(lambda core: core.cache.loader._arriving) == []
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -5,9 +5,19 @@ from math import inf
 import numpy as np
 import pytest
 
-from everwarm.engine.speculation.draft_length import N_CAUTIOUS, Proposal, Record, StepShape, best_length
-from everwarm.engine.speculation.pacing import LOOK_SHARE, SLOPE, TRY_AFTER, Pacing, StepCost
-from everwarm.engine.speculation.suffix_lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
+from everwarm.engine.speculation.draft_length import (
+    LOOK_SHARE,
+    N_CAUTIOUS,
+    SLOPE,
+    TRY_AFTER,
+    Pacing,
+    Proposal,
+    Record,
+    StepCost,
+    StepShape,
+    best_length,
+)
+from everwarm.engine.speculation.lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
 
 ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
 

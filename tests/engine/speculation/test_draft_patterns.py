@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everwarm.engine.core import Core
-from everwarm.engine.verify.cold_replay import compare_with_cold
+from everwarm.engine.verify import compare_with_cold
 from everwarm.state.store.arena_file import memory_file
 from support.campaign import by_chance
 from support.drafts import Scripted, always_draft, drafting_core

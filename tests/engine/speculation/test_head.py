@@ -7,9 +7,9 @@ from everwarm.config import Sampling
 from everwarm.demo.tiny.plans import WITH_HEADS
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish
-from everwarm.engine.speculation import pacing
-from everwarm.engine.speculation.suffix_lookup import SuffixLookup
-from everwarm.engine.verify.cold_replay import compare_with_cold
+from everwarm.engine.speculation import draft_length
+from everwarm.engine.speculation.lookup import SuffixLookup
+from everwarm.engine.verify import compare_with_cold
 from everwarm.errors import ModelFileError
 from everwarm.llama import blobs
 from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
@@ -84,8 +84,8 @@ def test_nothing_is_drafted_or_read_by_the_head_for_who_wants_no_drafts():
 
 def test_a_head_that_does_not_pay_reads_nothing_more(monkeypatch):
     """Every row costs as much as a decode here: nothing can be gained. After a while it is tried again."""
-    soon = pacing.ANY_LENGTH._replace(sleep_after=20, first_sleep=40, longest_sleep=40)
-    monkeypatch.setattr(pacing, "ANY_LENGTH", soon)
+    soon = draft_length.ANY_LENGTH._replace(sleep_after=20, first_sleep=40, longest_sleep=40)
+    monkeypatch.setattr(draft_length, "ANY_LENGTH", soon)
     with embedded(n_spares=4) as core:
         for n_rows in (1, 2, 3, 4, 8):
             for _ in range(8):

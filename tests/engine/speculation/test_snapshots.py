@@ -5,8 +5,15 @@ import pytest
 
 from everwarm.engine.memory_plan import N_SNAPSHOTS, MemoryShape, _snapshots
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.speculation.draft_length import Record, StepShape, best_length
-from everwarm.engine.speculation.pacing import ANY_LENGTH, N_LEARN, ONE_LENGTH, Pacing
+from everwarm.engine.speculation.draft_length import (
+    ANY_LENGTH,
+    N_LEARN,
+    ONE_LENGTH,
+    Pacing,
+    Record,
+    StepShape,
+    best_length,
+)
 from support.drafts import CODE, STORY, Scripted, always_draft, drafting_core, recorded_drafts, tokens_of
 from support.drive import NEAR_TIE, check, drain, regrets, run, submit, text, tidy
 from support.models import EMBEDDED

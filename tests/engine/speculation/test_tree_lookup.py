@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from everwarm.engine.settings import StoreSettings
-from everwarm.engine.speculation import tree_lookup
-from everwarm.engine.speculation.tree_lookup import GATHER_EVERY, MOST_NAMESPACES, DiskTexts, TreeLookup
+from everwarm.engine.speculation import lookup as lookup_module
+from everwarm.engine.speculation.lookup import GATHER_EVERY, MOST_NAMESPACES, DiskTexts, TreeLookup
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.tree import Tree
 from support.drafts import always_draft, drafting_core
@@ -79,7 +79,7 @@ def test_what_was_erased_is_not_proposed():
 
 
 def test_the_texts_are_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tree_lookup, "MOST_TOKENS", 50)
+    monkeypatch.setattr(lookup_module, "MOST_TOKENS", 50)
     tree = tree_with(*([i, *range(100, 120)] for i in range(20)))
     lookup = TreeLookup(tree, Nothing())
     for i in range(2 * MOST_NAMESPACES):

@@ -8,7 +8,7 @@ import pytest
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken, Result
-from everwarm.engine.speculation.pacing import Pacing
+from everwarm.engine.speculation.draft_length import Pacing
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from support.drafts import Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
-from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.open_tiers import ModelFolder
+from everwarm.engine.stats import Speed
+from everwarm.engine.tiers.lower_tiers import ModelFolder
 from everwarm.state.store.folder_meta import FolderAbout, folder_name, read_about, write_about
 
 PRINT, GUESS = "a fingerprint", 1e-3

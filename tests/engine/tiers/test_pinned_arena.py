@@ -11,8 +11,8 @@ import pytest
 
 from everwarm.engine import build as assembly
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.tiers import pinned_arena as module
-from everwarm.engine.tiers.pinned_arena import Pinning, why_not
+from everwarm.engine.tiers import ram as module
+from everwarm.engine.tiers.ram import Pinning, why_not
 from everwarm.errors import BadRequest
 from everwarm.llama.system.pinned_memory import Runtime
 from everwarm.state.store.arena import Arena

@@ -15,7 +15,7 @@ from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.settings import StoreSettings
 from everwarm.engine.tiers import loader as fetch_module
-from everwarm.engine.tiers import lower_tiers, open_tiers
+from everwarm.engine.tiers import lower_tiers
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from support.drive import EVERY_KIND, GUARD, HYBRIDS, check, open_core, run, text
 from support.kept_cores import HISTORY, NEW, STABLE, files, fingerprint_of_slot, kept_core, put_away
@@ -226,7 +226,7 @@ def idle_until(core: Core, condition) -> None:
 
 
 def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(open_tiers, "RETRY_S", (0.02, 0.05))
+    monkeypatch.setattr(lower_tiers, "RETRY_S", (0.02, 0.05))
     store = StoreSettings(str(tmp_path / "states"), restore_policy="always")
     with open_core(store=store) as second:
         with kept_core(tmp_path / "other"):
@@ -253,7 +253,7 @@ def test_a_directory_is_taken_as_soon_as_the_other_engine_has_gone_and_the_turn_
 
 
 def test_a_disk_that_refused_something_heals_although_nobody_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(open_tiers, "RETRY_S", (0.02, 0.05))
+    monkeypatch.setattr(lower_tiers, "RETRY_S", (0.02, 0.05))
     with kept_core(tmp_path) as core:
         core.cache.tiers.disk._fail("written", OSError("for a test"))
         core.cache.tiers.after_all(lambda: None)  # whatever comes next

@@ -11,7 +11,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.process.messages import Backlog
 from everwarm.engine.scheduling.admission import backlog_of
 from everwarm.engine.settings import EngineSettings
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import Speed
 from everwarm.errors import EngineStopped, Overloaded
 from everwarm.gateway.access.limits import (
     LEAST_S,

@@ -13,8 +13,8 @@ import numpy as np
 
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
-from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.slots import Slot, Spares
+from everwarm.engine.stats import CheckpointStats
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite, is_packed, trunk, unpack
 from everwarm.llama.context import Context

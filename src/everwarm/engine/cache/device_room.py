@@ -13,7 +13,7 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Residents, Slot
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import Speed
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.llama.context import Context
 from everwarm.state.policy import CutKind, has_other_place

@@ -1,7 +1,8 @@
 """Eviction from RAM: keeps what the tree holds within its budget of bytes, and each namespace within its share of it.
 
-``state.ram_eviction`` says what everything is worth and ``policy.choose`` picks the victims; here they are dropped, after
-what is not on disk yet was handed to the tiers below.
+The decision, in order: ``state.returns`` expects what comes back, ``state.ram_eviction.weigh`` says by that what everything
+in RAM is worth, ``state.policy.choose`` takes the least valuable, and ``RamBudget`` drops them here, after what is not on
+disk yet was handed to the tiers below. What the disk evicts is decided in ``state.store.disk_eviction``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.slots import Residents
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import CheckpointStats, Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.ram_eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh

@@ -17,9 +17,9 @@ from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.device_room import DeviceRoom
 from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
 from everwarm.engine.cache.ram_writer import RamWriter
-from everwarm.engine.inspect.stats import CheckpointStats
 from everwarm.engine.process.messages import CheckpointUse
 from everwarm.engine.slots import Residents, Slot
+from everwarm.engine.stats import CheckpointStats
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ContextFull, KvMissing, MemoryFault, StateRejected, TrimRefused
 from everwarm.llama.context import Context

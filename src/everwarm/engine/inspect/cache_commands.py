@@ -15,11 +15,19 @@ from functools import partial
 from typing import Any
 
 from everwarm.engine.core import OPEN_WAIT_S, Core
-from everwarm.engine.inspect.cache_view import MAX_PAGE, Number, finish_page, turn_page, view_of
-from everwarm.engine.inspect.disk_view import DiskView, TreeSnapshot, pin_of
+from everwarm.engine.inspect.cache_view import (
+    MAX_PAGE,
+    DiskView,
+    Number,
+    TreeSnapshot,
+    finish_page,
+    pin_of,
+    turn_page,
+    view_of,
+)
 from everwarm.engine.loop import Job, Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.tiers.disk_pins import MOST_PINS, pinned_below, pinned_on_disk
+from everwarm.engine.tiers.pins import MOST_PINS, pinned_below, pinned_on_disk
 from everwarm.errors import BadRequest, EverwarmError, Forbidden, NotFound
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import point_of, root_key, short_key
@@ -238,14 +246,14 @@ def _out_of_ram(core: Core, order: m.CacheOrder) -> DropPlan:
     core.forget_ahead(namespace)
     view = view_of(cache.tree)
     if order.node is not None and order.node < 0:
-        cache.dropper.forget_words(namespace)
+        cache.forget_words(namespace)
         return DropPlan(namespace, view, [order.node], [], Dropped())
     roots = [root for name, root in cache.tree.namespaces().items() if name.startswith(order.namespace)]
     nodes = roots if order.node is None else [_find(core, order)]
     ids = [n.id for node in nodes for n in node.below()]
     on_prompts = [_on_prompts(core, node) for node in nodes]
-    dropped = sum((cache.dropper.drop(node) for node in nodes), Dropped())
-    cache.dropper.forget_words(namespace)
+    dropped = sum((cache.drop(node) for node in nodes), Dropped())
+    cache.forget_words(namespace)
     return DropPlan(namespace, view, ids, on_prompts, dropped)
 
 

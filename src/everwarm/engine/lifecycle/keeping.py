@@ -12,9 +12,9 @@ import numpy as np
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prewarm import PrewarmQueue, unread_rest
-from everwarm.engine.inspect.stats import RequestStats
 from everwarm.engine.request import Finish, Request
 from everwarm.engine.slots import Slot
+from everwarm.engine.stats import RequestStats
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import StateRejected
 from everwarm.state.policy import CutKind

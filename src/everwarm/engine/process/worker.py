@@ -177,13 +177,11 @@ def _look(loop: Loop, files: WatchedFiles, tiers: LowerTiers) -> m.Beat:
         loop.post(Core.require_same_model)
     status = loop.status
     reason = tiers.degraded
-    return m.Beat(
+    return msgspec.structs.replace(
+        status,
         step_age_s=loop.step_age_s(),
-        n_running=status.n_running,
-        n_queued=status.n_queued,
-        version=status.tree_version + tiers.disk.version,
+        version=status.version + tiers.disk.version,
         degraded={} if reason is None else {"disk": reason},
-        backlog=status.backlog,
     )
 
 

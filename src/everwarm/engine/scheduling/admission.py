@@ -1,30 +1,40 @@
-"""Who starts next, and whether it may: is there a slot, is there room, is another request reading its prefix? And
-how much work is ahead of a new one."""
+"""The requests that wait, who of them starts next, and whether it may: is it its turn, is there a slot, is there room, is
+another request reading its prefix? And how much work is ahead of a new one.
+
+**Turns.** A deterministic request runs alone, all others run together, and neither keeps the other waiting for long. What
+is suspended at the end of a turn comes back bit for bit, so turns change when a reply comes and never what it says. A
+deterministic request is suspended only where an uninterrupted run would seat its window anew, too, and it continues
+with the chunks it had: from its own state, or, if that was lost, by reading everything again in the same chunks. Bits
+depend on both.
+"""
 
 from __future__ import annotations
 
+import collections
 import enum
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
 from everwarm.engine.images import ImageCache
 from everwarm.engine.process.messages import Backlog, SentSound
 from everwarm.engine.request import Ask, Request
-from everwarm.engine.scheduling.request_queue import RequestQueue
-from everwarm.engine.scheduling.turns import TurnTaking, can_pause, next_side
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import Speed
 from everwarm.engine.tiers.loader import Fetch, Loader, LoadOutcome
 from everwarm.errors import BadRequest, PromptTooLong
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state import policy
+from everwarm.state.lineage import SEATED, is_begun_by, is_seated_at, n_items_of
 from everwarm.state.policy import GUARD, Cut, CutKind
 from everwarm.state.returns import Returns
 from everwarm.state.tree import Tree
 
+TURN_S = 3.0  # how long one side runs on while the other waits
+SEAT_EVERY = 256  # tokens of a reply
 RETURN_STEPS = 32  # that all can take once a suspended request has come back
 MAX_READING = 2  # long prompts that are read at a time: more only take slots and cells from others
 LONG_TOKENS = 512  # to be read; a shorter prompt never waits for long ones
@@ -32,6 +42,103 @@ PATIENCE_S, PATIENCE = 5.0, 4.0  # a request is due after so long, and so many t
 MAX_SOUND_TOKENS = 4096  # of one sound
 ESTIMATE_S = 1.0  # how long an estimate of what is to be read holds
 USUAL_REPLY = 256  # tokens
+
+
+class RequestQueue:
+    def __init__(self) -> None:
+        self._waiting: collections.deque[Request] = collections.deque()
+        self._n_admitted = 0  # requests, each once
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting)
+
+    @property
+    def n_suspended_alone(self) -> int:
+        """Deterministic requests that have started and wait for their next turn."""
+        return sum(request.ask.deterministic and request.admitted is not None for request in self._waiting)
+
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def add_again(self, request: Request) -> None:
+        """Queues a request that was admitted before: ahead of those that never were, in the order of admission. A
+        deterministic one goes to the end of the queue, so that each of them has its turn."""
+        assert request.admitted is not None
+        together = [] if request.ask.deterministic else [r for r in self._waiting if not r.ask.deterministic]
+        younger = (r for r in together if r.admitted is None or r.admitted > request.admitted)
+        first = next(younger, None)
+        self._waiting.insert(len(self._waiting) if first is None else self._waiting.index(first), request)
+
+    def admit(self, request: Request) -> None:
+        """Removes a request that starts now, or continues. It keeps the number that it got the first time."""
+        self._waiting.remove(request)
+        if request.admitted is None:
+            self._n_admitted += 1
+            request.admitted = self._n_admitted
+
+    def remove(self, request: Request) -> None:
+        self._waiting.remove(request)
+
+
+@dataclass(slots=True)
+class TurnTaking:
+    """Whose turn it is, since when, and since when the other side waits."""
+
+    turn_s: float = TURN_S
+    is_alone: bool = False  # a deterministic request has it
+    began_at: float = 0.0
+    others_since: float | None = None
+
+    def begin(self, *, is_alone: bool, now: float) -> None:
+        self.is_alone = is_alone
+        self.began_at = now
+        self.others_since = None
+
+    def note_waiting(self, waiting: Sequence[bool], now: float) -> None:
+        """Who waits now: for each request whether it runs alone."""
+        if (not self.is_alone) not in waiting:
+            self.others_since = None
+        elif self.others_since is None:
+            self.others_since = now
+
+    def is_over(self, now: float, *, has_advanced: bool) -> bool:
+        """Whether the other side's turn has come. Never before the oldest of this side is further than it ever was: else
+        one whose state was lost while it was suspended would read the same again in every turn."""
+        if self.others_since is None or not has_advanced:
+            return False
+        return now - max(self.began_at, self.others_since) >= self.turn_s
+
+
+def next_side(was_alone: bool, waiting: Sequence[bool]) -> bool:
+    """Whose turn it is when nothing runs: the other side's if it waits, so that neither starves."""
+    return (not was_alone) if (not was_alone) in waiting else was_alone
+
+
+def can_pause(slot: Slot) -> bool:
+    """Whether a running request with a sliding window can be suspended here; without a window any can be anywhere, and
+    with one those that are not deterministic."""
+    request = slot.request
+    if request is None or not request.ask.deterministic:
+        return True
+    return bool(slot.chunks) and slot.chunks[-1][0] == SEATED
+
+
+def seats_window(slot: Slot, request: Request) -> bool:
+    """Whether the window is seated anew after what was just decoded: at fixed places of a reply, or where it was."""
+    if slot.n_fed <= n_items_of(request.chunks):
+        return is_seated_at(request.chunks, slot.n_fed)
+    return slot.n_fed > request.n_prompt and (slot.n_fed - request.n_prompt) % SEAT_EVERY == 0
+
+
+def is_as_before(slot: Slot, request: Request, *, is_clean: bool) -> bool:
+    """Whether what was restored for a request is, bit for bit, the beginning of what it had decoded itself.
+    ``is_clean``: a cold replay would reproduce the slot's sequence."""
+    if not request.chunks or not slot.n_fed:
+        return True
+    return is_clean and is_begun_by(request.chunks, slot.chunks)
 
 
 class Verdict(enum.Enum):

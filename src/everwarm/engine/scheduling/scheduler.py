@@ -1,20 +1,34 @@
-"""How many tokens each request decodes in the next step, and which one makes room. Pure: lanes in, grants out.
+"""How many tokens each request decodes in the next step, which one makes room when a step does not fit, and what
+happens when nothing moves. Pure: lanes in, grants out; ``core`` acts.
 
-**The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at least
-one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one (``next_to_suspend``).
-A step either decodes more of its items or, where a draft is rejected, adds one to them. So it ends after at most twice as
-many steps as it has items, then the next one is the oldest, and every request ends. Admission
-and step shares may be ordered in any other way as long as these three functions keep that.
+**The rule that keeps the engine moving.** Of the requests that run together the one that was admitted first gets at
+least one token in every step (``plan``, ``fit``), and it is never suspended to make room for a younger one
+(``next_to_suspend``). A step either decodes more of its items or, where a draft is rejected, adds one to them. So it
+ends after at most twice as many steps as it has items, then the next one is the oldest, and every request ends.
+Admission and step shares may be ordered in any other way as long as these three functions keep that.
+
+``StallWatch`` looks for a step without progress although requests wait. The rule excludes that; it guards against an
+unknown bug, because an endless loop looks alive from outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from everwarm.engine.request import Request
+from everwarm.engine.slots import Slot
+from everwarm.errors import PromptTooLong
+from everwarm.llama.cells import Cells
+
+T = TypeVar("T")
 
 MIN_BESIDE = 8  # tokens of prompts beside replies, however slow they are read
 GPU_STEP_S = 0.25  # how long a step of a GPU may take while replies are being written
 MAX_AGAIN = 64  # tokens of a reply that are decoded again in one step, beside others
+MAX_ATTEMPTS = 3  # of one request, in which libllama fails
+MAX_STEPS = 64  # in a row in which nothing was decoded and no request ended
 
 
 class Lane(NamedTuple):
@@ -108,7 +122,50 @@ def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> li
     return [Grant(grant.slot, given[grant.slot]) for grant in grants if grant.slot in given]
 
 
-def next_to_suspend(oldest_first: Sequence[int]) -> int | None:
-    """The slot that is emptied when running requests fill the context: that of the one admitted last. None: only one runs,
+def next_to_suspend(oldest_first: Sequence[T]) -> T | None:
+    """Which running request makes room when they fill the context: the one that was admitted last. None: only one runs,
     and that one is never suspended for want of room."""
     return oldest_first[-1] if len(oldest_first) > 1 else None
+
+
+def why_too_long(slot: Slot, request: Request) -> PromptTooLong | None:
+    """Of a lone request that fills the context. None: it has written something, so it has reached its length."""
+    if slot.n_fed >= request.n_prompt:
+        return None
+    return PromptTooLong(request.n_prompt_tokens, request.n_tokens(slot.n_fed))
+
+
+def describe_stall(cells: Cells, slots: Sequence[Slot], waiting: Sequence[tuple[Request, str]]) -> str:
+    """Which request waits for what, with counts of cells. ``waiting``: with what admission says of each."""
+    parts = [f"{cells.used} of {cells.n_cells} cells are in use"]
+    for slot in slots:
+        if slot.request is not None:
+            done = f"{slot.n_fed} of {slot.request.n_items} items"
+            parts.append(f"request {slot.request.id} in slot {slot.seq} has {done} in {cells.count(slot.seq)} cells")
+    for request, verdict in waiting:
+        parts.append(f"request {request.id} waits for {request.n_tokens(request.n_items)} cells: {verdict}")
+    return "; ".join(parts)
+
+
+@dataclass(slots=True)
+class StallWatch:
+    n_steps: int = 0  # since something last moved
+    n_fed: int = 0  # sequences that the context had decoded for by then
+
+    def note(self, n_fed: int, *, has_moved: bool) -> None:
+        """After every step. ``n_fed``: sequences that the context has decoded for since the start."""
+        if has_moved or n_fed != self.n_fed:
+            self.n_steps = 0
+            self.n_fed = n_fed
+        else:
+            self.n_steps += 1
+
+    @property
+    def is_stalled(self) -> bool:
+        """Once: all but the oldest should make room."""
+        return self.n_steps == MAX_STEPS
+
+    @property
+    def is_hopeless(self) -> bool:
+        """That did not help: the oldest should end."""
+        return self.n_steps >= 2 * MAX_STEPS

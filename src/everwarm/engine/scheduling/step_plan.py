@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from everwarm.engine.request import Request
 from everwarm.engine.scheduling.scheduler import Budget, Grant, Lane, plan
 from everwarm.engine.slots import Slot
-from everwarm.engine.speed import Speed
+from everwarm.engine.stats import Speed
 from everwarm.state.lineage import chunk_at
 
 ADAPTERS_S = 0.2  # how long a group with the same scales of adapters runs on while another waits

@@ -2,6 +2,5 @@
 
 ``slot_commands`` takes the action from its frame and has the file work done on a thread of its own, the slot's on the
 loop's while it is idle. ``slot_io`` captures and puts back: llama.cpp's own file, and a companion with more checkpoints
-that also says which model and namespace the file belongs to. ``unverified`` keeps what comes from files without one apart
-from everything else.
+that also says which model and namespace the file belongs to.
 """

@@ -20,8 +20,7 @@ from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
 from everwarm.engine.slotfile import slot_io
 from everwarm.engine.slots import Slot
-from everwarm.engine.tiers.arriving import Arriving
-from everwarm.engine.tiers.loader import Fetch, LoadedPoint, LoadOutcome
+from everwarm.engine.tiers.loader import Arriving, Fetch, LoadedPoint, LoadOutcome
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError
 from everwarm.state.lineage import owner_of
 from everwarm.state.store.object import Damaged, SlotPoint
@@ -163,13 +162,11 @@ class SlotCommands:
     def _expect(self, core: Core, slot: Slot, later: slot_io.Later, loop: Loop) -> None:
         """Begins to read the rest of the checkpoints. A request that needs one of them waits for it."""
         points = {point.n_items: point.clean for point in later.points}
-        arriving: Arriving[LoadedPoint | LoadOutcome] = Arriving.of(slot.content, slot.namespace, points)
-        self._loader.arrivals.files.append(arriving)
+        arriving = Arriving.of(slot.content, slot.namespace, points)
+        self._loader.expect(arriving)
         self._files.submit(self._read_later, core, later, arriving, loop)
 
-    def _read_later(
-        self, core: Core, later: slot_io.Later, arriving: Arriving[LoadedPoint | LoadOutcome], loop: Loop
-    ) -> None:
+    def _read_later(self, core: Core, later: slot_io.Later, arriving: Arriving, loop: Loop) -> None:
         """On the thread for files. What cannot be read costs only that checkpoint. Where RAM is full, each is weighed
         against everything else as it comes: making room for all of them would evict what the next request needs."""
         try:
@@ -190,7 +187,7 @@ class SlotCommands:
             for future in arriving.points.values():
                 if not future.done():
                     future.set_result(LoadOutcome())
-            loop.post(lambda core: core.cache.loader.arrivals.remove(arriving))
+            loop.post(lambda core: core.cache.loader.expect_no_more(arriving))
 
     @staticmethod
     def _read_point(core: Core, later: slot_io.Later, point: SlotPoint) -> LoadedPoint | LoadOutcome:
@@ -202,9 +199,7 @@ class SlotCommands:
             return LoadOutcome(n_spoilt=point.n_items)
         return LoadedPoint(point.n_items, (), checkpoint, [], max(1e-6, time.monotonic() - began), "ram")
 
-    def _keep_later(
-        self, core: Core, *, arriving: Arriving[LoadedPoint | LoadOutcome], n_items: int, is_kept: threading.Event
-    ) -> None:
+    def _keep_later(self, core: Core, *, arriving: Arriving, n_items: int, is_kept: threading.Event) -> None:
         """A request that waited for it may have added it to the tree already."""
         core.cache.loader.lay(Fetch(n_items, arriving.prompt, arriving.namespace, arriving.points[n_items], arriving))
         core.cache.ram_budget.enforce()

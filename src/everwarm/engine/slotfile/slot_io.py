@@ -448,7 +448,7 @@ def put_back(core: Core, slot: Slot, saved: Saved, namespace: str) -> int:
         )
     if saved.unverified:
         namespace = unverified(namespace, saved.unverified)
-        core.intake.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
+        core.unverified.add(namespace, saved.prompt, (point.point.n_items for point in saved.points))
     kind = core.context.kind
     assert isinstance(saved.state, np.ndarray), "only what was read from a file is put back"
     n = _put_sequence(core, slot, saved, in_streams(saved.state, kind, 1, 0), namespace)
@@ -550,7 +550,7 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     _bring_back(core, slot)
     core.prewarm.drop_waiting(core.cache.tree.namespace(slot.node))
     for branch in prewarmed_branches(slot.node):
-        core.cache.dropper.drop(branch)
+        core.cache.drop(branch)
     node = slot.node
     slot.vacate()
     slot.forget_content()
@@ -566,6 +566,6 @@ def erase(core: Core, slot: Slot, namespace: str) -> int:
     core.cache.returns.forget_pruned()
     core.cache.tree.forgotten.clear(namespace)
     core.speculator.forget()
-    core.cache.loader.arrivals.forget(content, namespace, beyond=node.n_items)
+    core.cache.loader.forget_arriving(content, namespace, beyond=node.n_items)
     core.cache.tiers.forget(content, namespace, beyond=node.n_items)
     return n

@@ -1,8 +1,7 @@
 """Speculative decoding: several tokens of a reply in one decode, and never a token that the model would not have written.
 
-``suffix_lookup`` proposes what followed the last words before, ``tree_lookup`` what followed them in other conversations;
-both cost next to nothing. ``model_drafter`` asks a smaller model or the model's own MTP head.
-``draft_length`` decides how many are worth verifying, from what was accepted and from what a step costs; ``pacing`` keeps
-what was measured of both. ``rollback`` takes what was not accepted out of the context again. ``speculator`` brings these
-together for a step of the core, and compares a draft with what is picked.
+``lookup`` proposes what followed the last words before, in the reply's own text and in other conversations; that costs next
+to nothing. ``model_drafter`` asks a smaller model or the model's own MTP head. ``draft_length`` decides when drafts are
+looked for and how many tokens are worth verifying, from what was accepted and from what a step costs. ``speculator`` brings
+these together for a step of the core, compares a draft with what is picked, and takes the rest out of the context again.
 """

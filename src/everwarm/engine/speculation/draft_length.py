@@ -1,18 +1,22 @@
-"""How many tokens of a draft are worth verifying. Pure.
+"""How many tokens of a draft are worth verifying, and when drafts are looked for, from what this engine has measured. Pure.
 
 A draft costs rows of a step, and rows of the next one where it is rejected: a recurrent state cannot be cut, so what was
 accepted is decoded again. It brings as many tokens as are accepted. Both are known here: the cost is measured, and the
 chance is the drafter's own, corrected by how often such drafts were right before.
+
+Speculation must never cost: looking takes at most a fifth of a percent of the time, and a draft that does not promise to
+pay is passed over. Once in a while one is verified all the same, because texts and machines change.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+from everwarm.engine.speculation.model_drafter import ComputingDrafter
+from everwarm.llama.batch import Tokens
 
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
 NO_MARGIN = 1.0  # where the step before had one
@@ -24,7 +28,26 @@ _MOST_KNOWN = 400.0  # tokens, of the engine's record
 N_CAUTIOUS = 8  # tokens of a request's first draft: chances are those of other texts
 N_FIRST = 2  # tokens that are tried before any step was measured
 
-Tokens = NDArray[np.int32]
+LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
+TRY_AFTER = 128  # drafts of a request that were passed over: then one is verified, to see whether it pays now
+COMPUTE_AFTER = 512  # the same for drafts that have to be computed
+N_TRIED = 2
+N_LEARN = 6  # drafts after which it is known how long one takes
+N_ALIKE = 3  # steps in a row, of which the last takes the time that all further ones take
+SLEEP_AGAIN = 16  # decisions in a row against computing a draft, where the drafter was asked again
+_FADED = 0.1  # what was learned before a sleep counts so much after it
+_MEMORY = 0.9
+_GAIN_MEMORY = 0.95
+_SPIKE = 3.0  # a look that takes so many times longer than expected was disturbed
+MOST_ROWS = 64  # of a step that is measured
+SLOPE = 0.15  # more for each row, until anything is measured
+LONG = 64  # rows of a step that reads: so many take the time of each that all further ones take
+_EXACT = 17  # so many rows are measured one by one, more in groups
+_GROUP = 8
+_UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often disturbed, and never too fast
+_STEP_SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
+_FIRST_SPIKE = 4.0  # the same where only a guess is known
+
 Key = tuple[str, int]
 
 
@@ -150,3 +173,228 @@ def rate_of(
 
 def _again(seconds: Callable[[float], float | None], n_rows: int, plain_s: float, n_again: float) -> float:
     return max(0.0, (seconds(n_rows + n_again) or plain_s) - plain_s)
+
+
+# when drafts are looked for, and what steps cost
+
+
+class Rhythm(NamedTuple):
+    """How often steps are plain, and when a drafter that computes is tried and left alone. Counted in decisions."""
+
+    n_plain_first: int  # steps without drafts at first: all others are compared to them
+    n_plain: int  # later so many in a row
+    plain_every: int  # of so many
+    n_forced: int  # drafts that are computed at first, whatever they promise
+    n_forced_again: int  # the same when the drafter is asked again
+    sleep_after: int  # decisions in a row against computing: then the drafter is left alone, and reads nothing
+    first_sleep: int  # after so many it is asked again, and after twice as many each time that it was in vain
+    longest_sleep: int
+
+
+ANY_LENGTH = Rhythm(6, 1, 64, 0, 0, sleep_after=256, first_sleep=256, longest_sleep=32_768)
+# Where steps should be alike, a plain step among others is dear, and drafts bring most.
+ONE_LENGTH = Rhythm(4, 4, 1024, 4, 3, sleep_after=16, first_sleep=128, longest_sleep=4096)
+
+
+class Pacing:
+    def __init__(self, n_even: int = 0) -> None:
+        """``n_even``: all drafts that are computed have so many tokens; 0: any number. A GPU repeats a step ready-made
+        where the two before it had as many rows; otherwise it takes up to twice as long."""
+        self._n_even = n_even
+        self._rhythm = ONE_LENGTH if n_even else ANY_LENGTH
+        self._n_forced = self._rhythm.n_forced  # drafts that are still to be computed whatever they promise
+        self._n_rows_before = 0  # of the step before
+        self._n_alike = 0  # steps in a row with so many
+        self.cost = StepCost()
+        self.record = Record()  # of all requests
+        self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
+        self._look_s = 2e-5
+        self._draft_s: float | None = None  # for each token of a draft that is computed
+        self._n_computed = 0  # drafts, since the drafter was last asked again
+        self._has_drafted = False  # for the decision before this one
+        self._n_unused = 0  # decisions in a row against computing
+        self._n_asleep = 0  # decisions since the drafter was left alone
+        self._n_sleep: int | None = None  # how many the next sleep takes; None: it has never slept
+        self._n_steps = 0  # that could have had drafts
+        self._n_skipped = 0  # steps since drafts were last looked for
+        self._gain_s = 0.0  # that a look has saved of late
+
+    def is_plain(self) -> bool:
+        """Whether the next step has no drafts, so that it is known what such a step costs."""
+        self._n_steps += 1
+        rhythm = self._rhythm
+        return self._n_steps <= rhythm.n_plain_first or self._n_steps % rhythm.plain_every < rhythm.n_plain
+
+    def has_stepped(self, n_rows: int, seconds: float) -> None:
+        """Learns what a step that only writes replies costs."""
+        self._n_alike = self._n_alike + 1 if n_rows == self._n_rows_before else 1
+        self._n_rows_before = n_rows
+        if self._n_alike >= N_ALIKE or not self._n_even:
+            self.cost.learn(n_rows, seconds)
+
+    def has_read(self, n_rows: int, seconds: float) -> None:
+        """Learns from a step that only reads prompts. A GPU that repeats its steps ready-made has another price for them,
+        and has not computed such a step when it returns."""
+        if not self._n_even:
+            self.cost.learn_reading(n_rows, seconds)
+
+    def may_look(self, n_rows: int) -> bool:
+        """Whether a step of so many rows may look for drafts. Where looking has not paid of late, not every one does."""
+        self._n_skipped += 1
+        if self._gain_s <= self._look_s:
+            step_s = self.cost.seconds(n_rows)
+            if step_s is not None and self._look_s > LOOK_SHARE * step_s * self._n_skipped:
+                return False
+        self._n_skipped = 0
+        return True
+
+    def has_looked(self, seconds: float, *, has_found: bool) -> None:
+        self._look_s = _MEMORY * self._look_s + (1 - _MEMORY) * min(seconds, _SPIKE * self._look_s)
+        if not has_found:
+            self._has_gained(0.0)
+
+    def _has_gained(self, seconds: float) -> None:
+        self._gain_s = _GAIN_MEMORY * self._gain_s + (1 - _GAIN_MEMORY) * seconds
+
+    def judge(self, proposal: Proposal, record: Record, n_drafted: int, n_accepted: int) -> None:
+        """Learns from a draft that was verified: of so many tokens so many were accepted."""
+        record.note(proposal.source, proposal.confidence, min(n_drafted, n_accepted + 1), n_accepted)
+        if proposal.is_computed:
+            return
+        record.grow(n_drafted, n_accepted)
+        plain_s, step_s = self.cost.seconds(1), self.cost.seconds(1 + n_drafted)
+        if plain_s is not None and step_s is not None:
+            self._has_gained((1 + n_accepted) * plain_s - step_s)
+
+    def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:
+        """How many tokens of a proposal are verified. ``record``: of its request."""
+        record.above = self.record
+        chance = record.chance(proposal.source, proposal.confidence)
+        n = best_length(min(len(proposal.tokens), record.n_most), chance, shape, self.cost.seconds)
+        if n == 0:
+            record.n_passed += 1
+            n = min(N_TRIED, len(proposal.tokens)) if record.n_passed >= TRY_AFTER else 0
+        return n
+
+    def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
+        """How many tokens are to be computed for a request."""
+        record.above, record.is_steady = self.record, self._n_even > 0
+        if not self.is_computing:
+            self._sleep()
+            return 0
+        n_most = min(n_most, self._n_even or drafter.n_most)
+        n_least = n_most if self._n_even else 1
+        chance = self._chance(drafter, record)
+        margin = NO_MARGIN if self._n_even and self._has_drafted else MARGIN
+        n = best_length(n_most, chance, shape, self.cost.seconds, self._draft_s or 0.0, n_least, margin)
+        self._has_drafted = n > 0
+        self._n_unused = 0 if n else self._n_unused + 1
+        if n == 0:
+            record.n_not_computed += 1
+            is_tried = record.n_not_computed >= COMPUTE_AFTER or self._n_forced > 0
+            n = max(n_least, min(N_TRIED, n_most)) if is_tried else 0
+        elif self._n_computed > N_LEARN:
+            self._n_sleep = None  # it pays again
+        return n
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a drafter that computes is of use here: what replies and prompts it reads costs time as well."""
+        return self._n_unused < (self._rhythm.sleep_after if self._n_sleep is None else SLEEP_AGAIN)
+
+    def _sleep(self) -> None:
+        """One decision more without the drafter."""
+        if self._n_asleep == 0:
+            rhythm = self._rhythm
+            self._n_sleep = (
+                rhythm.first_sleep if self._n_sleep is None else min(2 * self._n_sleep, rhythm.longest_sleep)
+            )
+        self._n_asleep += 1
+        if self._n_sleep is not None and self._n_asleep >= self._n_sleep:
+            self._n_asleep = self._n_unused = self._n_computed = 0
+            self._n_forced = self._rhythm.n_forced_again
+            self.record.fade(_FADED)
+
+    def has_computed(self, seconds: float, n_tokens: int) -> None:
+        """Learns from a draft that took so long. ``n_tokens``: of the longest one that was computed with others."""
+        known, new = self._draft_s, seconds / max(1, n_tokens)
+        self._n_computed += 1
+        self._n_forced = max(0, self._n_forced - 1)
+        if known is None or self._n_computed <= N_LEARN:
+            self._draft_s = new if known is None else min(known, new)  # the first ones take longer: a GPU warms up
+        else:
+            self._draft_s = _MEMORY * known + (1 - _MEMORY) * min(new, _SPIKE * known)
+
+    def prefers_computing(
+        self, proposal: Proposal, n: int, drafter: ComputingDrafter, n_computed: int, record: Record, shape: StepShape
+    ) -> bool:
+        """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found."""
+        found = rate_of(n, record.chance(proposal.source, proposal.confidence), shape, self.cost.seconds)
+        chance, draft_s = self._chance(drafter, record), self._draft_s or 0.0
+        return rate_of(n_computed, chance, shape, self.cost.seconds, draft_s) > found
+
+    @staticmethod
+    def _chance(drafter: ComputingDrafter, record: Record) -> float:
+        return record.chance(drafter.source, drafter.confidence)
+
+
+class StepCost:
+    """How long a step that writes replies takes by its rows. Kept as a multiple of a step with one row: that changes with
+    the context's length and with the machine's load, the multiples hardly do."""
+
+    def __init__(self) -> None:
+        self._one_s: float | None = None  # for a step with one row
+        self._multiples: dict[int, float] = {1: 1.0}  # by rows
+        self._rows: list[int] = [1]  # the same, sorted
+        self._n_seen: dict[int, int] = {}  # measurements, by rows
+        self._read_s: float | None = None  # for each row of a long step that reads a prompt
+
+    def learn_reading(self, n_rows: int, seconds: float) -> None:
+        """A step that reads a prompt costs what a step that verifies as long a draft would, or little less."""
+        if n_rows >= LONG:
+            new = seconds / n_rows
+            self._read_s = new if self._read_s is None else _mixed(self._read_s, new)
+
+    def learn(self, n_rows: int, seconds: float) -> None:
+        if n_rows > MOST_ROWS:
+            return
+        if self._one_s is None:
+            self._one_s = seconds / self._multiple(n_rows)
+        elif n_rows == 1:
+            self._one_s = _mixed(self._one_s, seconds)
+        else:
+            rows = n_rows if n_rows <= _EXACT else -(-n_rows // _GROUP) * _GROUP
+            known = self._multiple(rows)
+            if rows not in self._multiples:
+                insort(self._rows, rows)
+            n_seen = self._n_seen.get(rows, 0)
+            self._multiples[rows] = _mixed(known, seconds / self._one_s, n_seen)
+            self._n_seen[rows] = n_seen + 1
+
+    def seconds(self, n_rows: float) -> float | None:
+        """None: no step was measured yet."""
+        return None if self._one_s is None else self._one_s * self._multiple(n_rows)
+
+    def _multiple(self, n_rows: float) -> float:
+        i = bisect_left(self._rows, n_rows)
+        if i < len(self._rows) and (self._rows[i] == n_rows or i == 0):
+            return self._multiples[self._rows[i]]
+        low = self._rows[i - 1]
+        if i == len(self._rows):
+            return self._multiples[low] + (n_rows - low) * self._slope(low)
+        high = self._rows[i]
+        share = (n_rows - low) / (high - low)
+        return (1 - share) * self._multiples[low] + share * self._multiples[high]
+
+    def _slope(self, low: int) -> float:
+        """Of rows beyond the most that were measured. A second row is often dear and the ones after it are not, so long
+        drafts would never be tried if all cost as much as the second."""
+        if self._read_s is not None and self._one_s is not None:
+            return self._read_s / self._one_s
+        return SLOPE if low == 1 else min(SLOPE, (self._multiples[low] - 1) / (low - 1))
+
+
+def _mixed(known: float, new: float, n_seen: int = 1 << 10) -> float:
+    """The first measurements count more: before them there is only a guess."""
+    weight = max(_UP if new > known else _DOWN, 1 / (n_seen + 1))
+    return known + weight * (min(new, (_STEP_SPIKE if n_seen else _FIRST_SPIKE) * known) - known)

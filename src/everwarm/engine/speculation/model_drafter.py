@@ -17,9 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from everwarm.config import ContextOptions
-from everwarm.engine.speculation.draft_length import Tokens
 from everwarm.errors import ContextFull, MemoryFault, ModelFileError
-from everwarm.llama.batch import Feed
+from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model

@@ -2,7 +2,8 @@
 loop's thread adds it to the tree.
 
 The loop's thread decides, and never waits for a file while there is anything else to do. Any failure here only means
-that a prompt is read again.
+that a prompt is read again. Checkpoints that are still being read out of a slot file come the same way: a request that
+needs one of them waits for it, as it waits for the disk.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import join
 from everwarm.engine.cache.provenance import CoveredRange, is_exact, n_of
 from everwarm.engine.settings import RestorePolicy
-from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.arriving import Arrivals, Arriving
-from everwarm.engine.tiers.disk_pins import pin_again
+from everwarm.engine.stats import Speed
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import object_size
+from everwarm.engine.tiers.pins import pin_again
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import StateRejected
 from everwarm.llama.context import Context
@@ -80,6 +80,35 @@ class LoadOutcome:
     tier: str = "disk"
 
 
+@dataclass(slots=True, eq=False)
+class Arriving:
+    """Checkpoints that another thread is still reading out of a slot file, by how many items each has. Everything but
+    reading happens on the loop's thread."""
+
+    prompt: Prompt
+    namespace: str
+    points: dict[int, Future[LoadedPoint | LoadOutcome]]
+    clean: frozenset[int]  # those of one clean reading
+    lost: set[int] = field(default_factory=set)  # those that are damaged, or were erased meanwhile
+    is_stopped: bool = False  # what comes now is not wanted any more
+
+    @classmethod
+    def of(cls, prompt: Prompt, namespace: str, points: Mapping[int, bool]) -> Arriving:
+        """``points``: by their items, whether they are clean."""
+        clean = frozenset(n_items for n_items, is_clean in points.items() if is_clean)
+        return cls(prompt, namespace, {n_items: Future() for n_items in points}, clean)
+
+    def best_for(self, prompt: Prompt, namespace: str, n_have: int, *, exact: bool = False) -> int | None:
+        """The deepest one that a prompt begins with, if it is worth waiting for: ``n_have`` items are there already.
+        ``exact``: only a clean one counts."""
+        if self.is_stopped or namespace != self.namespace:
+            return None
+        most = min(int(prompt.common_prefix(self.prompt)), len(prompt) - 1)
+        among = (self.clean if exact else self.points.keys()) - self.lost
+        best = max((n_items for n_items in among if n_items <= most), default=0)
+        return best if best > n_have + GUARD else None
+
+
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """A point that is being looked for or read for a prompt."""
@@ -88,7 +117,7 @@ class Fetch:
     prompt: Prompt
     namespace: str
     future: Future[LoadedPoint | LoadOutcome]
-    file: Arriving[LoadedPoint | LoadOutcome] | None = None  # the slot file that it comes from
+    file: Arriving | None = None  # the slot file that it comes from
 
     @property
     def is_done(self) -> bool:
@@ -156,17 +185,41 @@ class Loader:
         self._readers = ThreadPoolExecutor(N_READERS, "everwarm-disk")
         self._fetchers = ThreadPoolExecutor(N_FETCHERS, "everwarm-fetch")
         self.n_brought = 0
-        self.arrivals: Arrivals[LoadedPoint | LoadOutcome] = Arrivals()  # from slot files
+        self._arriving: list[Arriving] = []
 
     @property
     def is_on(self) -> bool:
         """Whether there is anything to load from now."""
-        return self._tiers.is_on or bool(self.arrivals.files)
+        return self._tiers.is_on or bool(self._arriving)
 
     def close(self) -> None:
-        self.arrivals.stop("")
+        self.stop_arriving("")
         self._fetchers.shutdown()
         self._readers.shutdown()
+
+    # out of slot files
+
+    def expect(self, file: Arriving) -> None:
+        """Its checkpoints come one by one; a request that needs one of them waits for it."""
+        self._arriving.append(file)
+
+    def expect_no_more(self, file: Arriving) -> None:
+        self._arriving = [other for other in self._arriving if other is not file]
+
+    def stop_arriving(self, namespace: str) -> None:
+        """Nothing more of namespaces with this prefix is wanted."""
+        for file in self._arriving:
+            file.is_stopped |= file.namespace.startswith(namespace)
+        self._arriving = [file for file in self._arriving if not file.is_stopped]
+
+    def forget_arriving(self, prompt: Prompt, namespace: str, beyond: int) -> None:
+        """This conversation was erased beyond so many items."""
+        for file in self._arriving:
+            if file.namespace == namespace:
+                n_common = int(file.prompt.common_prefix(prompt))
+                file.lost.update(n_items for n_items in file.points if beyond < n_items <= n_common)
+
+    # of what is kept beyond RAM
 
     def bring(self, prompt: Prompt, namespace: str, match: Match) -> int:
         """Loads the deepest stored point that is worth it, and waits for it. Returns its items; 0: there was none."""
@@ -181,7 +234,7 @@ class Loader:
         needs_checkpoints = self._context.kind.needs_checkpoints
         usable = (node.n_items for node in match.usable if not exact or is_exact(node))
         n_have = next(usable, 0) if needs_checkpoints else match.n_kv
-        for file in self.arrivals.files:
+        for file in self._arriving:
             best = file.best_for(prompt, namespace, n_have, exact=exact)
             if best is not None:
                 return Fetch(best, prompt, namespace, file.points[best], file)

@@ -1,9 +1,13 @@
-"""Between the tree and the arena: records what is copied to RAM so that the next engine finds it there.
+"""The RAM tier: between the tree and the arena, so that the next engine finds what is copied to RAM; and its memory, pinned
+for a GPU.
 
 Captures are placed in the arena; a thread of its own then writes their descriptions and digests, away from the steps. A
 second thread does the same, at once, for objects that a reply's last frame waits for. A new engine adds what it finds
 to its tree before the first request. Bytes of an earlier process are used only if their digest is right: the first
 thread verifies all of them, and a restore that needs one sooner verifies it itself.
+
+A GPU copies states and KV at the speed of the bus where the memory is pinned. ``Pinning`` does that on a thread of its own,
+once enough of it is used, while the model loads or requests are served. A failure there is only logged.
 """
 
 from __future__ import annotations
@@ -24,9 +28,10 @@ import blake3
 import msgspec
 import numpy as np
 
-from everwarm.engine.tiers.pinned_arena import Pinning
+from everwarm.engine.settings import PinRam
 from everwarm.errors import StateRejected
 from everwarm.llama.model import MemoryKind
+from everwarm.llama.system.pinned_memory import Pinned, Runtime
 from everwarm.prompt.prompt import MediaRow, Prompt
 from everwarm.state.lineage import Chunks, is_volatile, keys, root_key
 from everwarm.state.policy import CutKind, assumed_returns, victims
@@ -37,9 +42,81 @@ from everwarm.types import Blob, Mark, Position, TokenCount
 
 log = logging.getLogger("everwarm.ram")
 
+FREE_SHARE = 0.5  # of the host's free memory: pinned pages are lost to all other processes
+WORTH_BYTES = 64 << 20  # less is copied in a few milliseconds anyhow
+_MIB = 1 << 20
 NICENESS = 10  # steps come first
 LARGE_BYTES = 4 << 20  # all cores take the digest of so much together, where a reply waits for it
 PIN = "pin"
+
+
+def why_not(wanted: PinRam, *, is_on_gpu: bool, n_bytes: int, free_bytes: int) -> str | None:
+    """None: it may be pinned. ``on`` pins however little memory is free."""
+    if wanted == "off":
+        return "--pin-ram is off"
+    if not is_on_gpu:
+        return "the model is not on a GPU"
+    if n_bytes == 0:
+        return "there is no RAM tier"
+    if wanted == "auto" and n_bytes > FREE_SHARE * free_bytes:
+        return f"its {n_bytes // _MIB} MiB are more than half of the {free_bytes // _MIB} MiB that are free"
+    return None
+
+
+class Pinning:
+    """Pins an arena once; undone by ``close``."""
+
+    def __init__(self, arena: Arena, find_runtime: Callable[[], Runtime | None], *, at_once: bool = False) -> None:
+        self._arena = arena
+        self._find_runtime = find_runtime
+        self._worth_bytes = 0 if at_once else WORTH_BYTES
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._pinned: Pinned | None = None
+        self.start_if_worth_it()
+
+    @property
+    def n_bytes(self) -> int:
+        pinned = self._pinned
+        return 0 if pinned is None else pinned.size_bytes
+
+    def start_if_worth_it(self) -> None:
+        """Starts pinning once enough memory is used. Call it from one thread at a time."""
+        if self._thread is None and self._arena.n_used >= self._worth_bytes:
+            self._thread = threading.Thread(target=self._run, name="everwarm-pin", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Unpins the memory. Waits for at most one piece of the work."""
+        self._stopped.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._pinned is not None:
+            self._pinned.close()
+            self._arena.release()
+            self._pinned = None
+
+    # the thread
+
+    def _run(self) -> None:
+        try:
+            self._pin()
+            self._arena.look_at_found(self._stopped.is_set)
+        except Exception:
+            log.exception("RAM is not pinned")
+
+    def _pin(self) -> None:
+        runtime = self._find_runtime()
+        if runtime is None:
+            return log.info("RAM is not pinned: libllama brought no CUDA runtime along")
+        try:
+            pinned = Pinned(runtime, self._arena.hold(), self._stopped.is_set)
+        except OSError as error:
+            self._arena.release()
+            return log.log(logging.INFO if self._stopped.is_set() else logging.WARNING, "RAM is not pinned: %s", error)
+        self._pinned = pinned
+        shown = (pinned.size_bytes // _MIB, pinned.committed_s, pinned.registered_s)
+        log.info("%d MiB of RAM are pinned (committed in %.2f s, registered in %.2f s)", *shown)
 
 
 class StateMeta(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

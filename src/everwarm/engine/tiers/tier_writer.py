@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from everwarm.engine.cache.provenance import is_worth_it, shared_points
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.slots import Slot
-from everwarm.engine.speed import Speed
-from everwarm.engine.tiers.disk_pins import PinJob, pin_again, pin_job, pinned_below, unpin_job
+from everwarm.engine.stats import Speed
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.packing import Packing
+from everwarm.engine.tiers.pins import PinJob, pin_again, pin_job, pinned_below, unpin_job
 from everwarm.engine.tiers.ram import Ram
 from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt

@@ -1,23 +1,26 @@
-"""Pins that outlive the engine: stored beside the objects on disk, and set again on nodes that come back to RAM.
+"""Pins beyond the tree: those that outlive the engine, and those that end by themselves.
 
-The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs: the
-disk tier may come and go until then. Pinning
-memory for a device is something else: see ``pinned_arena``.
+A pin is stored beside the objects on disk, and set again on nodes that come back to RAM (``ram`` keeps it for the next
+engine). The loop's thread makes the jobs and pins nodes; hashing and writing happen when the disk's thread does the jobs:
+the disk tier may come and go until then. A pin for a time is held in this engine's memory alone, so it ends with it at the
+latest. Pinning memory for a device is something else: see ``ram``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from everwarm.engine.tiers.ram import Ram
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import keys, point_of, root_key, short_key
 from everwarm.state.tier import DiskTier, Pin
-from everwarm.state.tree import Node, Tree
+from everwarm.state.tree import Node, Tree, pin, unpin
 
 MOST_PINS = 256  # of one namespace, unless an admin pins
 
 PinJob = Callable[[DiskTier, str], None]  # done on the disk's thread, with the fingerprint
+MOST_TIMED = 4096  # of all namespaces; beyond it the one that would end first is ended
 
 
 def pinned_on_disk(disk: DiskTier, space: str, *also: Pin) -> tuple[int, int]:
@@ -80,3 +83,32 @@ def pinned_below(node: Node) -> Iterator[Node]:
         if at.is_pinned:
             yield at
         todo += [child for child in at.children.values() if child.n_pinned]
+
+
+@dataclass(slots=True)
+class TimedPins:
+    tree: Tree
+    _until: dict[int, tuple[Node, float]] = field(default_factory=dict)  # by node id, on the monotonic clock
+
+    def hold(self, node: Node, until: float) -> None:
+        """A pin without an end stays one, and a later end replaces an earlier one."""
+        if node.is_pinned and node.id not in self._until:
+            return
+        pin(node)
+        self.tree.changed()
+        _, before = self._until.get(node.id, (node, until))
+        self._until[node.id] = node, max(before, until)
+        if len(self._until) > MOST_TIMED:
+            self.release(min(self._until.values(), key=lambda held: held[1])[0])
+
+    def expire(self, now: float) -> None:
+        for node, until in list(self._until.values()):
+            if until <= now:
+                self.release(node)
+
+    def release(self, node: Node) -> None:
+        """Ends the pin if it is one of these."""
+        held = self._until.pop(node.id, None)
+        if held is not None and self.tree.has(node):
+            unpin(node)
+            self.tree.unpinned(node)

@@ -1,7 +1,11 @@
-"""Drafts from everything that a namespace has in the prefix tree: what followed the last tokens in other conversations.
+"""Drafts that are looked up: what followed a reply's last tokens when they came before, in its own text, in other
+conversations of its namespace in the prefix tree, or on disk.
 
-The newest texts of a namespace, up to ``MOST_TOKENS``, are searched as a reply's own text is. They are gathered from the
-tree when it has changed, at most once in ``GATHER_EVERY`` looks, so they follow what is kept and what is evicted, and cost
+Of the own text nothing is kept and nothing has to be built: it is searched for its own end, which takes some ten
+microseconds for tens of thousands of tokens. The longest match wins, of equals the latest.
+
+The newest texts of a namespace, up to ``MOST_TOKENS``, are searched in the same way. They are gathered from the tree
+when it has changed, at most once in ``GATHER_EVERY`` looks, so they follow what is kept and what is evicted, and cost
 4 bytes per token. Namespaces share nothing. What is only on disk is searched where the tree has nothing.
 """
 
@@ -15,19 +19,66 @@ from itertools import islice
 
 import numpy as np
 
-from everwarm.engine.speculation.draft_length import Proposal, Tokens
-from everwarm.engine.speculation.suffix_lookup import confidence_of, longest_match
+from everwarm.engine.speculation.draft_length import Proposal
 from everwarm.engine.tiers.lower_tiers import LowerTiers
+from everwarm.llama.batch import Tokens
 from everwarm.state.lineage import is_volatile, root_key, short_key
 from everwarm.state.tree import Node, Tree
 
+WINDOW = 1 << 16  # tokens that are searched: the last ones
+MIN_MATCH = 2  # a single token says too little
+MAX_MATCH = 32
+MOST_PLACES = 256  # that are compared: the last ones
+_CONFIDENCE = {2: 0.4, 3: 0.55, 4: 0.65}  # by the length of the match; the record of what was accepted corrects it
+_SURE = ((24, 0.98), (16, 0.96), (12, 0.93), (8, 0.88), (5, 0.8))
 MOST_TOKENS = 1 << 15
 MOST_NODES = 1 << 11  # that are looked at
 MOST_NAMESPACES = 16
 GATHER_EVERY = 16
 RENEW_S = 60.0  # between two readings of what is on disk; after something was erased, before the next
 GAP = np.array([-1], np.int32)  # between texts: no token is equal to it
-MIN_MATCH = 4  # other conversations say less of this one than its own text does
+MIN_OTHERS = 4  # other conversations say less of this one than its own text does
+
+
+class SuffixLookup:
+    def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:  # noqa: ARG002 - its own text is its own
+        tokens = history[-WINDOW:]
+        found = longest_match(tokens[:-1], tokens)
+        if found is None or n < 1:
+            return None
+        at, n_match = found
+        return Proposal(_continued(tokens, at, n), confidence_of(n_match), "lookup")
+
+    def forget(self) -> None:
+        """Nothing is kept."""
+
+
+def longest_match(text: Tokens, history: Tokens) -> tuple[int, int] | None:
+    """Where the longest match of the history's end in a text is over, and its length; of equals the last one."""
+    last = len(history) - 1
+    if min(last, len(text) - 1) < MIN_MATCH - 1:
+        return None
+    pairs = (text[1:] == history[last]) & (text[:-1] == history[last - 1])
+    ends = np.flatnonzero(pairs)[-MOST_PLACES:] + 1
+    if not len(ends):
+        return None
+    back = np.arange(min(MAX_MATCH, last + 1))
+    before = ends[:, None] - back
+    is_same = (text[np.maximum(before, 0)] == history[last - back]) & (before >= 0)
+    lengths = np.where(is_same.all(axis=1), len(back), is_same.argmin(axis=1))
+    n_match = int(lengths.max())
+    return int(ends[lengths == n_match][-1]) + 1, n_match
+
+
+def _continued(tokens: Tokens, at: int, n: int) -> Tokens:
+    """The ``n`` tokens from ``at`` on; where they reach the end, they go on as they began: the text repeats itself."""
+    following = tokens[at : at + n]
+    return following if len(following) == n else np.resize(following, n)
+
+
+def confidence_of(n_match: int) -> float:
+    found = next((confidence for least, confidence in _SURE if n_match >= least), None)
+    return _CONFIDENCE[n_match] if found is None else found
 
 
 @dataclass(slots=True)
@@ -123,7 +174,7 @@ class TreeLookup:
 
 def _proposed(texts: Tokens, history: Tokens, n: int, source: str) -> Proposal | None:
     found = longest_match(texts, history)
-    if found is None or found[1] < MIN_MATCH:
+    if found is None or found[1] < MIN_OTHERS:
         return None
     at, n_match = found
     tokens = texts[at : at + n]
@@ -136,7 +187,7 @@ def gathered(root: Node) -> Tokens:
     parts: list[Tokens] = []
     n_tokens = 0
     for node in nodes:
-        start = max(0, node.start - MIN_MATCH)
+        start = max(0, node.start - MIN_OTHERS)
         part = node.path.codes[start : node.n_items][-(MOST_TOKENS - n_tokens) :]
         parts += [part, GAP]
         n_tokens += len(part) + 1

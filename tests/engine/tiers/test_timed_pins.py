@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from everwarm.engine.cache import timed_pins
 from everwarm.engine.core import Core
+from everwarm.engine.tiers import pins
 from everwarm.state.policy import GUARD
 from everwarm.state.tree import Node
 from support.drive import check, open_core, run, text, tidy
@@ -63,7 +63,7 @@ def test_what_is_held_is_evicted_last(is_held):
 
 
 def test_a_dropped_node_is_forgotten_and_their_number_is_bounded(monkeypatch):
-    monkeypatch.setattr(timed_pins, "MOST_TIMED", 2)
+    monkeypatch.setattr(pins, "MOST_TIMED", 2)
     with open_core() as core:
         ends = []
         for i in range(3):
@@ -71,6 +71,6 @@ def test_a_dropped_node_is_forgotten_and_their_number_is_bounded(monkeypatch):
             ends.append(max(core.cache.tree.nodes(), key=lambda node: node.id))
             core.cache.timed_pins.hold(ends[-1], time.monotonic() + 60 + i)
         assert [node.is_pinned for node in ends] == [False, True, True]
-        core.cache.dropper.drop(core.cache.tree.root(""))
+        core.cache.drop(core.cache.tree.root(""))
         core.cache.timed_pins.expire(time.monotonic() + 1000)
         check(core)
