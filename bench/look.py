@@ -98,7 +98,7 @@ def _speed(loop: Loop, replies: dict[int, float], done: threading.Event, pages_o
     """Tokens per second of one reply, with a client that reads pages beside it or without."""
     done.clear()
     replies.clear()
-    ask = Ask(Prompt.of_tokens([20] * 64), GREEDY, N_REPLY, ignore_eos=True, use_cache=False)
+    ask = Ask(Prompt.of_tokens([20] * 64), sampling=GREEDY, max_tokens=N_REPLY, ignore_eos=True, use_cache=False)
     loop.post(lambda core: core.submit(ask) and None)
     page_turned = threading.Event()
     disk = None if pages_of is None else DiskView(pages_of.cache.tiers)

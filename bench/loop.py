@@ -62,7 +62,7 @@ def _run(core: Core, watch: Stopwatch, n_running: int) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     for _ in range(n_running):
         prompt = Prompt.of_tokens(rng.integers(12, 2000, 200))
-        core.submit(Ask(prompt, GREEDY, max_tokens=N_STEPS + 100, ignore_eos=True))
+        core.submit(Ask(prompt, sampling=GREEDY, max_tokens=N_STEPS + 100, ignore_eos=True))
     while any(s.request is None or s.n_fed < s.request.n_prompt + 8 for s in core.slots[:n_running]):
         core.step()
     overheads, steps = [], []

@@ -21,6 +21,7 @@ from everwarm.config import GREEDY
 from everwarm.demo import EMBEDDED_MODEL
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
+from everwarm.engine.process.messages import CutHints
 from everwarm.engine.request import Ask, Finished, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.prompt.prompt import Codes, Prompt
@@ -153,8 +154,7 @@ def _ask(core: Core, codes: Codes, turn: TraceTurn) -> Result:
         sampling=GREEDY,
         max_tokens=max(1, len(turn.reply)),
         ignore_eos=True,
-        boundaries=turn.boundaries,
-        stable=turn.stable,
+        hints=CutHints(turn.boundaries, turn.stable),
     )
     request = core.submit(ask)
     results = []

@@ -52,7 +52,7 @@ def _own_s(core: Core, watch: Stopwatch, n_running: int) -> float:
     rng = np.random.default_rng(0)
     for _ in range(n_running):
         prompt = Prompt.of_tokens(rng.integers(12, 2000, N_PROMPT))
-        core.submit(Ask(prompt, GREEDY, max_tokens=N_STEPS + 100, ignore_eos=True))
+        core.submit(Ask(prompt, sampling=GREEDY, max_tokens=N_STEPS + 100, ignore_eos=True))
     while any(s.request is None or s.n_fed < s.request.n_prompt + 8 for s in core.slots[:n_running]):
         core.step()
     own = []

@@ -43,7 +43,7 @@ def _talk(core: Core, n_turns: int) -> Prompt:
     items = rng.integers(12, 2000, N_TOKENS - N_TURN * n_turns).tolist()
     for _ in range(n_turns):
         items += rng.integers(12, 2000, N_TURN - N_REPLY).tolist()
-        core.submit(Ask(Prompt.of_tokens(items), GREEDY, max_tokens=N_REPLY + 1, ignore_eos=True))
+        core.submit(Ask(Prompt.of_tokens(items), sampling=GREEDY, max_tokens=N_REPLY + 1, ignore_eos=True))
         while core.has_work:
             core.step()
         while core.tidy():

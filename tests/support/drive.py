@@ -10,6 +10,7 @@ import numpy as np
 from everwarm.config import GREEDY
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
+from everwarm.engine.process.messages import CutHints
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Request, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
@@ -59,8 +60,14 @@ def text(seed: int, n: int) -> list[int]:
 # asking
 
 
+def with_hints(options: dict) -> dict:
+    """The same options of a request, with its cut hints together."""
+    hints = {name: value for name, value in options.items() if name in CutHints.__struct_fields__}
+    return {name: value for name, value in options.items() if name not in hints} | {"hints": CutHints(**hints)}
+
+
 def submit(core: Core, tokens: Sequence[int], max_tokens: int = 4, **more) -> Request:
-    options = {"sampling": GREEDY, "ignore_eos": True} | more
+    options = {"sampling": GREEDY, "ignore_eos": True} | with_hints(more)
     return core.submit(Ask(Prompt.of_tokens(tokens), max_tokens=max_tokens, **options))
 
 

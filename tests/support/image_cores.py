@@ -14,7 +14,7 @@ from everwarm.engine.build import assemble
 from everwarm.engine.process.messages import SentImage, SentSound
 from everwarm.engine.request import Ask, Result
 from everwarm.engine.settings import EngineSettings
-from support.drive import drain
+from support.drive import drain, with_hints
 from support.items import prompt_of
 from support.models import tiny_audio, tiny_vision
 
@@ -49,7 +49,7 @@ def ask(core, parts: list, *, max_tokens: int = 4, with_pixels: bool = True, **m
             items.append(item)
         else:
             items += part
-    options = {"sampling": GREEDY, "ignore_eos": True} | more
+    options = {"sampling": GREEDY, "ignore_eos": True} | with_hints(more)
     return core.submit(Ask(prompt_of(items), max_tokens=max_tokens, images=images, **options))
 
 

@@ -22,7 +22,7 @@ from everwarm.config import Constraint, Sampling
 from everwarm.engine.build import assemble
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Job, start
-from everwarm.engine.process.messages import SentMedia
+from everwarm.engine.process.messages import CutHints, SentMedia
 from everwarm.engine.request import Ask, Event, Finished, NewToken, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
@@ -127,16 +127,15 @@ class Engine(Closing):
             prompt = Prompt.of_tokens(prompt)
         ask = Ask(
             prompt,
-            sampling or Sampling(),
-            max_tokens,
-            tuple(boundaries),
-            stable,
-            namespace,
-            use_cache,
-            deterministic,
-            ignore_eos,
-            images=images or {},
-            constraint=None if constraint is None else self.constraints.compile(constraint, namespace),
+            images or {},
+            None if constraint is None else self.constraints.compile(constraint, namespace),
+            hints=CutHints(tuple(boundaries), stable),
+            sampling=sampling or Sampling(),
+            max_tokens=max_tokens,
+            namespace=namespace,
+            use_cache=use_cache,
+            deterministic=deterministic,
+            ignore_eos=ignore_eos,
             lora=None if lora is None else tuple(lora),
         )
         stream = TokenStream(self)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from everwarm.config import ContextShift, Sampling, ThinkingBudget, require
+from everwarm.config import require
 from everwarm.engine.inspect.read_reason import counted
-from everwarm.engine.process.messages import CheckpointUse, ReadReason, SentMedia
+from everwarm.engine.process.messages import CheckpointUse, CutHints, ReadReason, RequestOptions, SentMedia
 from everwarm.engine.speculation.draft_length import Record
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
@@ -34,40 +34,13 @@ MAX_SHIFTS = 64  # of one reply: each reads a part of the context again
 _ids = itertools.count(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a caller wants. ``boundaries`` (message ends), ``stable`` (what the next turn will share), ``stables`` (what
-    some next turns will), ``breakpoints`` (what the caller insists on), ``volatile`` (where the text is likely to change)
-    and ``joints`` (where it may) are cut hints in items; they change speed, never results. ``opening`` (what all chats with
-    this system text begin with) only changes what is said about the request."""
+class Ask(RequestOptions, frozen=True):
+    """What a caller wants, with cut hints in items."""
 
     prompt: Prompt
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int = 256
-    boundaries: tuple[int, ...] = ()
-    stable: int | None = None
-    namespace: str = ""
-    use_cache: bool = True
-    deterministic: bool = False
-    ignore_eos: bool = False
-    n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
-    slot: int | None = None  # wait for this very slot
-    session: str | None = None  # the conversation's session: slots of an active session are reused last
-    images: Mapping[bytes, SentMedia] = field(default_factory=dict)  # of the prompt's media items, by their digest
-    stables: tuple[int, ...] = ()
-    breakpoints: tuple[int, ...] = ()
+    images: Mapping[bytes, SentMedia] = {}  # of the prompt's media items, by their digest
     constraint: CompiledConstraint | None = None  # what the reply must look like
     ahead: bool = False  # no client has requested it yet: see ``prewarm``
-    volatile: tuple[int, ...] = ()
-    joints: tuple[int, ...] = ()
-    opening: int | None = None
-    priority: int = 0  # the larger, the later
-    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
-    stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
-    max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
-    post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
-    thinking: ThinkingBudget | None = None  # None: it may think as long as it likes
-    shift: ContextShift | None = None  # None: a full context ends the reply
 
     @property
     def is_background(self) -> bool:
@@ -75,20 +48,13 @@ class Ask:
         return self.priority > 0
 
     def __post_init__(self) -> None:
-        require(len(self.prompt) > 0, "the prompt is empty; give at least one token")
+        n = len(self.prompt)
+        require(n > 0, "the prompt is empty; give at least one token")
         require(0 <= self.max_tokens <= 1 << 26, f"max_tokens is {self.max_tokens}; give 0 or more")
         require(
             self.n_probs is None or 0 <= self.n_probs <= MAX_PROBS, f"n_probs is {self.n_probs}; give 0 to {MAX_PROBS}"
         )
-        n = len(self.prompt)
-        for hint in (
-            *self.boundaries,
-            *self.stables,
-            *self.breakpoints,
-            *self.volatile,
-            *self.joints,
-            *(hint for hint in (self.stable, self.opening) if hint is not None),
-        ):
+        for hint in self.hints.points:
             if not 0 <= hint <= n:
                 raise BadRequest(f"a cut hint is at {hint}; the prompt has {n} items")
 
@@ -254,16 +220,7 @@ class Request:
             return None
         n_discard = min(max(shift.n_discard or n_left // 2, n_left // 4), n_left - 1)
         codes = np.concatenate([self._codes[:n_keep], self._codes[n_keep + n_discard : self.n_items]])
-        hints = {"boundaries": (), "stables": (), "breakpoints": (), "volatile": (), "joints": ()}
-        prompt = Prompt.of_tokens(codes)
-        ask = dataclasses.replace(
-            self.ask,
-            prompt=prompt,
-            max_tokens=n_more,
-            stable=None,
-            opening=None,
-            **hints,  # type: ignore[arg-type]
-        )
+        ask = replace(self.ask, prompt=Prompt.of_tokens(codes), max_tokens=n_more, hints=CutHints())
         room = min(len(codes) + n_more, n_ctx)
         # it is the same request: only what it holds is another
         return dataclasses.replace(self, ask=ask, room=room, before=before, n_furthest=0, chunks=(), cuts=())

@@ -99,7 +99,7 @@ class Slot:
         last."""
         self.request = request
         self.cuts = cuts
-        self.stable = request.ask.stable
+        self.stable = request.ask.hints.stable
         self.session = request.ask.session
         self.n_settled = self.n_fed
 

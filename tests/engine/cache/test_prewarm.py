@@ -10,7 +10,7 @@ from everwarm.engine.settings import StoreSettings
 from everwarm.engine.slotfile import slot_io
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import GUARD, CutKind, Entry, victims
-from support.drive import EVERY_KIND, HYBRIDS, check, drain, open_core, run, submit, text
+from support.drive import EVERY_KIND, HYBRIDS, check, drain, open_core, run, submit, text, with_hints
 
 HISTORY, THINKING, ANSWER, NEW = text(1, 300), text(2, 60), text(3, 80), text(4, 20)
 SHOWN = [*HISTORY, *ANSWER]  # what the next request begins with: thinking is stripped
@@ -23,7 +23,7 @@ def talk(core: Core, **more) -> None:
 
 
 def offer(core: Core, tokens: list[int] = SHOWN, **more) -> None:
-    core.prewarm.offer(Ask(Prompt.of_tokens(tokens), max_tokens=0, ahead=True, **more))
+    core.prewarm.offer(Ask(Prompt.of_tokens(tokens), max_tokens=0, ahead=True, **with_hints(more)))
 
 
 def idle(core: Core) -> None:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.request import Ask, Request
@@ -93,7 +95,8 @@ def unread_rest(request: Request, n_fed: int) -> Ask | None:
     is_reusable = ask.use_cache and not ask.deterministic and not ask.prompt.media
     if not is_reusable or request.n_prompt - n_fed < MIN_UNREAD:
         return None
-    return replace(ask, max_tokens=0, n_probs=None, slot=None, constraint=None, ahead=True, stable=None)
+    hints = replace(ask.hints, stable=None)
+    return replace(ask, max_tokens=0, n_probs=None, slot=None, constraint=None, ahead=True, hints=hints)
 
 
 def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+
+from msgspec.structs import replace
 
 from everwarm.config import MAX_SCALE, require
 from everwarm.engine.cache.prefix_cache import PrefixCache
@@ -172,15 +174,15 @@ class Starter:
             request.n_prompt,
             self.cache.checkpointer.spacing,
             n_ubatch=self.n_ubatch,
-            boundaries=ask.boundaries,
-            stable=ask.stable,
+            boundaries=ask.hints.boundaries,
+            stable=ask.hints.stable,
             branch=known,
             media=ask.prompt.media,
-            stables=ask.stables,
-            breakpoints=ask.breakpoints,
+            stables=ask.hints.stables,
+            breakpoints=ask.hints.breakpoints,
             learned=self._learned(request, restored.n_items, known),
-            volatile=ask.volatile,
-            joints=ask.joints if self._may_guess(ask) else (),
+            volatile=ask.hints.volatile,
+            joints=ask.hints.joints if self._may_guess(ask) else (),
             kept=0 if ask.deterministic else _n_kept(match, restored),
         )
         return tuple(found)
@@ -188,7 +190,7 @@ class Starter:
     def _as_kept(self, ask: Ask, cuts: list[Cut]) -> list[Cut]:
         """Of what is read ahead only the end is kept, and where a guess begins; of background work the stable points."""
         if ask.ahead:
-            return [Cut(cut.at, CutKind.PREWARM) for cut in cuts if cut.at == ask.stable]
+            return [Cut(cut.at, CutKind.PREWARM) for cut in cuts if cut.at == ask.hints.stable]
         if ask.is_background and not ask.deterministic:
             return [Cut(cut.at, CutKind.BACKGROUND) for cut in cuts if cut.kind is CutKind.STABLE]
         return cuts
@@ -197,7 +199,7 @@ class Starter:
         ask = request.ask
         if ask.deterministic or not ask.use_cache:
             return []
-        if branch is not None and not any(0 <= branch - end <= policy.GUARD for end in ask.boundaries):
+        if branch is not None and not any(0 <= branch - end <= policy.GUARD for end in ask.hints.boundaries):
             self.partings.note(ask.namespace, ask.prompt, branch)  # inside a message
         found = self.partings.places(ask.namespace, ask.prompt, n_restored)
         return [*self.cache.returns.places(request.n_prompt, self.cache.checkpointer.spacing), *found]
@@ -234,7 +236,7 @@ class Starter:
             n_passed=brought.n_passed,
             n_spoilt=brought.n_spoilt,
             n_elsewhere=brought.n_elsewhere,
-            first=policy.first_message(ask.opening, ask.boundaries),
+            first=policy.first_message(ask.hints.opening, ask.hints.boundaries),
             forgotten=None if is_known else forgotten.parting(ask.namespace, ask.prompt),
             use_cache=ask.use_cache,
             deterministic=ask.deterministic,

@@ -93,14 +93,17 @@ class CutHints(msgspec.Struct, frozen=True):
     joints: tuple[int, ...] = ()
     opening: int | None = None
 
+    @property
+    def points(self) -> Iterator[int]:
+        """All of them."""
+        yield from (*self.boundaries, *self.stables, *self.breakpoints, *self.volatile, *self.joints)
+        yield from (at for at in (self.stable, self.opening) if at is not None)
+
     def counted(self, count: CountItems, sure: CountItems) -> CutHints:
         """The same points in items. ``count`` gives the items before ends of messages, ``sure`` those before any
         character that no later text can change."""
         known = dict(zip(self.boundaries, count(self.boundaries), strict=True))
-        stable = () if self.stable is None else (self.stable,)
-        opening = () if self.opening is None else (self.opening,)
-        places = {*self.stables, *self.breakpoints, *stable, *self.volatile, *self.joints, *opening}
-        others = sorted(places - known.keys())
+        others = sorted(set(self.points) - known.keys())
         known |= dict(zip(others, sure(others), strict=True))
         return CutHints(
             tuple(known[at] for at in self.boundaries),
@@ -113,7 +116,29 @@ class CutHints(msgspec.Struct, frozen=True):
         )
 
 
-class Submit(Message, frozen=True, tag=True):
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller wants of a request beside its prompt, here and in the engine's own ``Ask``."""
+
+    hints: CutHints = CutHints()
+    sampling: Sampling = Sampling()
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()  # its reader ends the reply at one of these texts; no draft is verified beyond
+    namespace: str = ""
+    use_cache: bool = True
+    deterministic: bool = False
+    ignore_eos: bool = False
+    n_probs: int | None = None  # None: no probabilities; n: the token's own and the n most likely
+    slot: int | None = None  # wait for this very slot
+    session: str | None = None  # the conversation's session: slots of an active session are reused last
+    priority: int = 0  # the larger, the later
+    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
+    max_draft: int | None = None  # tokens that may be drafted in one step; None: as many as pay
+    post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
+    thinking: ThinkingBudget | None = None  # None: it may think as long as it likes
+    shift: ContextShift | None = None  # None: a full context ends the reply
+
+
+class Submit(RequestOptions, Message, frozen=True, tag=True):
     """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens). Each ``marker`` in the text stands
     for the next of the images."""
 
@@ -121,30 +146,18 @@ class Submit(Message, frozen=True, tag=True):
     text: str | None = None
     tokens: list[int] | None = None
     add_special: bool = True
-    hints: CutHints = CutHints()
-    sampling: Sampling = Sampling()
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    namespace: str = ""
-    use_cache: bool = True
-    deterministic: bool = False
-    ignore_eos: bool = False
-    n_probs: int | None = None
-    slot: int | None = None
-    session: str | None = None
     wants_progress: bool = False
     wants_diagnostics: bool = False
     marker: str = ""
     images: tuple[SentMedia, ...] = ()  # and sounds
     constraint: Constraint | None = None
-    priority: int = 0  # the larger, the later
-    lora: tuple[float, ...] | None = None  # scales of the model's adapters; None: as it was started with
-    max_draft: int | None = None
     text_bias: tuple[tuple[str, float], ...] = ()  # like a bias in ``sampling``, for every token of a text
-    post_sampling: bool = False  # probabilities are of what the samplers left, not of the model
     max_write_s: float | None = None  # from the first token on; the reply ends later, with its first new line
-    thinking: ThinkingBudget | None = None
-    shift: ContextShift | None = None  # None: a full context ends the reply
+
+
+def options_of(message: Submit) -> dict[str, Any]:
+    """What an ask takes over as it is, by name."""
+    return {name: getattr(message, name) for name in RequestOptions.__struct_fields__}
 
 
 class Prewarm(Message, frozen=True, tag=True):

@@ -212,34 +212,9 @@ class RequestHandler:
             prompt = Prompt.of_tokens(message.tokens or [])
             hints = message.hints
         constraint = message.constraint
-        return Ask(
-            prompt,
-            self._with_text_bias(message),
-            message.max_tokens,
-            boundaries=hints.boundaries,
-            stable=hints.stable,
-            namespace=message.namespace,
-            use_cache=message.use_cache,
-            deterministic=message.deterministic,
-            ignore_eos=message.ignore_eos,
-            n_probs=message.n_probs,
-            slot=message.slot,
-            session=message.session,
-            images=images,
-            stables=hints.stables,
-            breakpoints=hints.breakpoints,
-            constraint=None if constraint is None else self._constraints.compile(constraint, message.namespace),
-            volatile=hints.volatile,
-            joints=hints.joints,
-            opening=hints.opening,
-            priority=message.priority,
-            lora=message.lora,
-            stop=message.stop,
-            max_draft=message.max_draft,
-            post_sampling=message.post_sampling,
-            thinking=message.thinking,
-            shift=message.shift,
-        )
+        compiled = None if constraint is None else self._constraints.compile(constraint, message.namespace)
+        options = m.options_of(message) | {"hints": hints, "sampling": self._with_text_bias(message)}
+        return Ask(prompt, images, compiled, **options)
 
     def _with_text_bias(self, message: m.Submit) -> Sampling:
         """Every token of a text gets its bias."""
@@ -263,7 +238,7 @@ class RequestHandler:
         return Ask(
             prompt.first(n),
             max_tokens=0,
-            stable=stable,
+            hints=m.CutHints(stable=stable),
             namespace=message.namespace,
             session=message.session,
             ahead=True,
@@ -279,7 +254,7 @@ class RequestHandler:
             return self._send(m.failed(message.id, error))
         wants = message.wants_progress, message.wants_diagnostics
         reply = self._replies[request.id] = Reply(message.id, ReplyText(message.stop), *wants)
-        reply.n_stable = ask.prompt.n_tokens(ask.stable or 0)
+        reply.n_stable = ask.prompt.n_tokens(ask.hints.stable or 0)
         reply.max_write_s = message.max_write_s
         self._requests[message.id] = request.id
 

@@ -305,7 +305,10 @@ class Admission:
     def _sought(self, request: Request) -> Fetch | LoadOutcome:
         prompt, namespace = request.items(request.n_items), request.ask.namespace
         match = self._restorer.match(prompt, namespace, self._restorer.sources(prompt, namespace))
-        ends = (*request.ask.boundaries, *(() if request.ask.stable is None else (request.ask.stable,)))
+        ends = (
+            *request.ask.hints.boundaries,
+            *(() if request.ask.hints.stable is None else (request.ask.hints.stable,)),
+        )
         return self._loader.seek(prompt, namespace, match, ends, exact=request.ask.deterministic)
 
     def lay_fetched(self, request: Request) -> LoadOutcome:
