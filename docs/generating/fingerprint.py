@@ -36,4 +36,4 @@ def page() -> str:
 
 
 def _rows(rows: Mapping[str, ParameterRow]) -> str:
-    return table(["name", "decision", "why"], [[code(name), row.decision.value, row.why] for name, row in rows.items()])
+    return table(["name", "decision", "why"], [[code(name), row.decision, row.why] for name, row in rows.items()])

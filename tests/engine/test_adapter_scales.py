@@ -11,7 +11,7 @@ import pytest
 
 from everwarm.config import ModelOptions
 from everwarm.engine.core import Core
-from everwarm.engine.scheduling.step_plan import ADAPTERS_S, AdapterTurns
+from everwarm.engine.scheduling.scheduler import ADAPTERS_S, AdapterTurns
 from everwarm.errors import BadRequest
 from everwarm.state.lineage import adapted, is_volatile, owner_of, unverified
 from support.drive import check, drain, open_core, run, submit, text, tidy

@@ -13,7 +13,7 @@ import pytest
 
 from everwarm.config import ContextOptions, ModelOptions, RopeOptions
 from everwarm.engine import fingerprint as table
-from everwarm.engine.fingerprint import Decision, ParameterRow, decided, state_fingerprint
+from everwarm.engine.fingerprint import ParameterRow, decided, state_fingerprint
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.verify import find_model, replay_states
 from everwarm.errors import ContextTooBig, ModelFileError
@@ -109,7 +109,7 @@ def changed(found: ctypes.Structure, default: ctypes.Structure) -> set[str]:
 
 
 def free(decisions: Mapping[str, ParameterRow]) -> set[str]:
-    return {name for name, row in decisions.items() if row.decision is not Decision.FIXED}
+    return {name for name, row in decisions.items() if row.decision != "fixed"}
 
 
 def test_a_fixed_parameter_of_the_model_is_libllamas_default_whatever_is_asked(open_tiny, monkeypatch) -> None:
@@ -141,7 +141,7 @@ def test_an_option_of_the_context_changes_the_fingerprint_where_it_matters_only(
     other = dataclasses.replace(options, **{name: getattr(OTHER_CONTEXT, name)})
     assert other != options
     differs = state_fingerprint("m", options, rope_limit, {}) != state_fingerprint("m", other, rope_limit, {})
-    is_in = table.CONTEXT_OPTIONS[name].decision is Decision.FINGERPRINT
+    is_in = table.CONTEXT_OPTIONS[name].decision == "in the fingerprint"
     assert differs is (is_in and (name != "n_ctx" or rope_limit is not None))
 
 
@@ -149,7 +149,7 @@ def test_an_option_of_the_context_changes_the_fingerprint_where_it_matters_only(
 def test_where_weights_lie_is_not_in_the_fingerprint(name: str) -> None:
     path, other = tiny_model("qwen35"), ModelOptions(**{name: getattr(OTHER_MODEL, name)})
     assert other != ModelOptions()
-    assert table.MODEL_OPTIONS[name].decision is not Decision.FINGERPRINT
+    assert table.MODEL_OPTIONS[name].decision != "in the fingerprint"
     assert fingerprint_of(path, other) == fingerprint_of(path, ModelOptions())
 
 

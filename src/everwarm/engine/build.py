@@ -27,8 +27,7 @@ from everwarm.engine.lifecycle.starting import Starter, Unverified
 from everwarm.engine.memory_plan import Sizes, decide_sizes, gpu_free_bytes, host_free_bytes, is_on_gpu, limited_bytes
 from everwarm.engine.process.reply_text import words_of
 from everwarm.engine.scheduling.admission import Admission, RequestQueue
-from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget
-from everwarm.engine.scheduling.step_plan import StepPlanner
+from everwarm.engine.scheduling.scheduler import GPU_STEP_S, Budget, StepPlanner
 from everwarm.engine.settings import EngineSettings, RestorePolicy
 from everwarm.engine.slots import Residents, Slot, Spares
 from everwarm.engine.speculation.draft_length import Pacing

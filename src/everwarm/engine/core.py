@@ -37,12 +37,13 @@ from everwarm.engine.scheduling.scheduler import (
     MAX_ATTEMPTS,
     Grant,
     StallWatch,
+    StepPlanner,
     describe_stall,
     fit,
     next_to_suspend,
+    oldest_first,
     why_too_long,
 )
-from everwarm.engine.scheduling.step_plan import StepPlanner, oldest_first
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Proposal
@@ -299,7 +300,7 @@ class Core:
         """Decode what is planned. Younger requests are suspended until something fits, so a step with a running request
         never ends in vain. False: no request has text to read or to write."""
         may_draft = True
-        while grants := self._with_room(self.planner.plan(), events):
+        while grants := self._with_room(self.planner.plan(time.monotonic()), events):
             drafts = self._drafts(grants) if may_draft else {}
             started = time.monotonic()
             worked = self.speculator.clock()
@@ -365,7 +366,7 @@ class Core:
             if kept:
                 return kept
             self._make_way(ContextFull("every cell is taken by running requests"), events)
-            grants = self.planner.plan()
+            grants = self.planner.plan(time.monotonic())
         return grants
 
     def _feed(self, grant: Grant, draft: Proposal | None) -> Feed:

@@ -7,21 +7,15 @@ tables. The disk tier, the RAM tier, slot files, the remote store and bundles al
 
 from __future__ import annotations
 
-import enum
 import fnmatch
 import hashlib
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from everwarm.config import ContextOptions
 
-
-class Decision(enum.Enum):
-    FINGERPRINT = "in the fingerprint"
-    LAST_BITS = "last bits"  # the same sums in another order, or by other kernels: another reading of the same state
-    HARMLESS = "harmless"
-    FIXED = "fixed"  # it cannot be set: Everwarm always gives the same value
+Decision = Literal["in the fingerprint", "last bits", "harmless", "fixed"]
 
 
 class ParameterRow(NamedTuple):
@@ -29,10 +23,10 @@ class ParameterRow(NamedTuple):
     why: str
 
 
-_IN = Decision.FINGERPRINT
-_BITS = Decision.LAST_BITS
-_NONE = Decision.HARMLESS
-_FIXED = Decision.FIXED
+_IN: Final = "in the fingerprint"
+_BITS: Final = "last bits"  # the same sums in another order, or by other kernels: another reading of the same state
+_NONE: Final = "harmless"
+_FIXED: Final = "fixed"  # it cannot be set: Everwarm always gives the same value
 _DEFAULT = ParameterRow(_FIXED, "left at libllama's default")
 _FROM_FILE = ParameterRow(
     _FIXED, "left unset: libllama takes the model file's own, and the file's digest is in the fingerprint"
@@ -269,7 +263,7 @@ def _switches(options: ContextOptions, environment: Mapping[str, str]) -> list[s
 
 def _matters(name: str, environment: Mapping[str, str], options: ContextOptions) -> bool:
     row = decided(name)
-    if row is None or row.decision is not Decision.FINGERPRINT:
+    if row is None or row.decision != _IN:
         return False
     if name == "LLAMA_ATTN_ROT_DISABLE":
         is_quantized = any(kind.startswith("q") for kind in (options.cache_type_k, options.cache_type_v))

@@ -89,17 +89,6 @@ class Result:
         return self.n_prompt - self.n_cached
 
 
-class Before(NamedTuple):
-    """What a request was before its context was shifted."""
-
-    n_prompt: int  # items; also of the prompt that was asked
-    n_prompt_tokens: int
-    n_cached: int
-    n_shared: int
-    reply: tuple[int, ...]
-    n_shifts: int
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """The engine's own record of an ask. ``items`` holds the prompt and then the reply."""
@@ -130,7 +119,7 @@ class Request:
     n_draft_accepted: int = 0
     draft_record: Record = field(default_factory=Record)
     stop_watch: Callable[[int], bool] | None = None  # whether the text so far, with one more token, holds a stop string
-    before: Before | None = None  # None: its context was never shifted
+    before: Result | None = None  # what came of it before its context was shifted; None: it never was
 
     def __post_init__(self) -> None:
         self._codes = np.empty(self.room, np.int32)
@@ -211,9 +200,10 @@ class Request:
         other, so all that is kept of it is what its items give. None: it may not go on, or nothing can be dropped."""
         shift = self.ask.shift
         n_more = self.ask.max_tokens - self.n_reply
-        before = self._as_before()
         if shift is None or n_more <= 0 or self.ask.prompt.media:
             return None
+        result = self.result(Finish.LENGTH)
+        before = dataclasses.replace(result, n_shifts=result.n_shifts + 1)
         n_keep = min(before.n_prompt if shift.n_keep < 0 else shift.n_keep, n_ctx // 2)
         n_left = self.n_items - n_keep
         if n_left < MIN_SHIFTED or before.n_shifts > MAX_SHIFTS:
@@ -225,13 +215,6 @@ class Request:
         # it is the same request: only what it holds is another
         return dataclasses.replace(self, ask=ask, room=room, before=before, n_furthest=0, chunks=(), cuts=())
 
-    def _as_before(self) -> Before:
-        reply = tuple(int(t) for t in self._codes[self.n_prompt : self.n_items])
-        if self.before is None:
-            tokens = (self.n_prompt_tokens, self.n_tokens(self.n_cached), self.n_tokens(self.n_shared))
-            return Before(self.n_prompt, *tokens, reply, 1)
-        return self.before._replace(reply=self.before.reply + reply, n_shifts=self.before.n_shifts + 1)
-
     def result(self, finish: Finish, error: EverwarmError | None = None) -> Result:
         now = self.ended_at or time.monotonic()
         started = self.started_at or now
@@ -240,9 +223,9 @@ class Request:
         reply = tuple(int(t) for t in self._codes[self.n_prompt : self.n_items])
         before = self.before
         return Result(
-            tokens=reply if before is None else before.reply + reply,
+            tokens=reply if before is None else before.tokens + reply,
             finish=finish,
-            n_prompt=self.n_prompt_tokens if before is None else before.n_prompt_tokens,
+            n_prompt=self.n_prompt_tokens if before is None else before.n_prompt,
             n_cached=self.n_tokens(self.n_cached) if before is None else before.n_cached,
             n_shared=self.n_tokens(self.n_shared) if before is None else before.n_shared,
             checkpoint=self.used,

@@ -88,6 +88,9 @@ class RequestStats:
     n_prewarms: int = 0  # turns read before they were requested
     n_prewarms_interrupted: int = 0
     n_prewarm_tokens: int = 0
+    n_drafted: int = 0  # tokens
+    n_draft_accepted: int = 0
+    n_verified: int = 0  # drafts
 
     @property
     def new_share(self) -> float:

@@ -78,7 +78,7 @@ def test_what_stems_from_a_file_of_unknown_origin_is_left_to_nobody(memory, name
     with open_core(memory=memory) as core:
         ended = finish(core, HISTORY, 4, stable=STABLE, namespace=namespace)
         is_mine = namespace == "mine"
-        assert where(core, ended) is (Where.RAM if is_mine else Where.NOWHERE)
+        assert where(core, ended) == ("ram" if is_mine else "none")
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert bool(after.cache.tree.ram_bytes) is is_mine
 
@@ -90,7 +90,7 @@ def test_what_stems_from_a_file_of_unknown_origin_is_left_to_nobody(memory, name
 def test_an_engine_that_dies_when_the_last_frame_leaves_has_lost_nothing(memory, arch, n_spares, n_pieces):
     with open_core(arch, memory=memory, n_spares=n_spares) as core:
         ended = finish(core, HISTORY, 30, stable=STABLE, boundaries=(200,), n_pieces=n_pieces)
-        assert where(core, ended) is Where.RAM
+        assert where(core, ended) == "ram"
         reply = ended.result.tokens
         with as_it_is(memory) as left, open_core(arch, memory=left, n_spares=n_spares) as after:
             assert run(after, HISTORY).n_processed <= GUARD, "an identical retry"
@@ -112,7 +112,7 @@ def test_without_waiting_the_whole_prompt_would_be_read_again(memory):
             assert not seen and run(after, HISTORY).n_cached == 0
         may_go_on.set()
         core.cache.ram.flush()
-        assert seen == [Where.RAM]
+        assert seen == ["ram"]
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_processed <= GUARD
 
@@ -173,7 +173,7 @@ def test_a_request_that_is_cancelled_leaves_what_it_has_read(memory):
             if any(isinstance(event, NewToken) for event in events):
                 core.cancel(request.id)
             ended = [event for event in events if isinstance(event, Finished)]
-        assert ended[0].result.finish is Finish.CANCELLED and where(core, ended[0]) is Where.RAM
+        assert ended[0].result.finish is Finish.CANCELLED and where(core, ended[0]) == "ram"
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_processed <= GUARD
 
@@ -181,7 +181,7 @@ def test_a_request_that_is_cancelled_leaves_what_it_has_read(memory):
 @pytest.mark.parametrize("n_reply", [0, 1])
 def test_a_turn_that_ends_with_its_prompt_is_kept_as_well(memory, n_reply):
     with open_core(memory=memory, n_spares=3) as core:
-        assert where(core, finish(core, HISTORY, n_reply, stable=STABLE)) is Where.RAM
+        assert where(core, finish(core, HISTORY, n_reply, stable=STABLE)) == "ram"
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_processed <= GUARD
 
@@ -198,7 +198,7 @@ def in_full_ram(core: Core, n_requests: int) -> Finished:
 
 def test_a_turn_that_ends_is_kept_although_ram_is_full_of_what_nobody_comes_back_to(memory):
     with open_core(memory=memory, n_spares=3) as core:
-        assert where(core, in_full_ram(core, 8000)) is Where.RAM
+        assert where(core, in_full_ram(core, 8000)) == "ram"
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_processed <= GUARD
 
@@ -206,7 +206,7 @@ def test_a_turn_that_ends_is_kept_although_ram_is_full_of_what_nobody_comes_back
 def test_a_turn_that_is_on_the_device_evicts_nobody_who_may_come_back(memory):
     """Its copy would help only if the engine died."""
     with open_core(memory=memory, n_spares=3) as core:
-        assert where(core, in_full_ram(core, 1)) is Where.NOWHERE
+        assert where(core, in_full_ram(core, 1)) == "none"
         assert run(core, HISTORY).n_processed <= GUARD and run(core, text(20, 600)).n_processed <= GUARD
 
 
@@ -214,7 +214,7 @@ def test_a_turn_for_which_ram_is_too_good_is_on_disk_before_the_last_frame_leave
     store = on(tmp_path / "states")
     with open_core(memory=memory, n_spares=3, store=store) as core:
         core.cache.tiers.wait_open(30)
-        assert where(core, in_full_ram(core, 1)) is Where.DISK
+        assert where(core, in_full_ram(core, 1)) == "disk"
     with open_core(n_spares=3, store=store) as core:
         core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD and run(core, text(20, 600)).n_processed <= GUARD
@@ -234,7 +234,7 @@ def test_where_the_arena_has_no_room_the_turn_is_on_disk_before_the_last_frame_l
     with open_core(arch, memory=memory, n_spares=3, store=store) as core:
         core.cache.tiers.wait_open(30)
         without_room(core)
-        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
+        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) == "disk"
         disk = core.cache.tiers.disk
         assert any(name.startswith("state-") and disk.has(name) for name in disk.names())
     with open_core(arch, n_spares=3, store=store) as core:
@@ -247,7 +247,7 @@ def test_without_any_ram_the_disk_has_it(memory, tmp_path, arch):
     store = on(tmp_path / "states")
     with open_core(arch, memory=memory, n_spares=3, ram_bytes=0, store=store) as core:
         core.cache.tiers.wait_open(30)
-        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.DISK
+        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) == "disk"
     with open_core(arch, n_spares=3, store=store) as core:
         core.cache.tiers.wait_open(30)
         assert run(core, HISTORY).n_processed <= GUARD
@@ -257,13 +257,13 @@ def test_without_any_ram_the_disk_has_it(memory, tmp_path, arch):
 def test_without_any_ram_and_without_spares_nothing_is_promised(memory, tmp_path, arch):
     with open_core(arch, memory=memory, ram_bytes=0, store=on(tmp_path / "states")) as core:
         core.cache.tiers.wait_open(30)
-        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.NOWHERE
+        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) == "none"
 
 
 def test_what_is_kept_nowhere_is_said_to_be(memory):
     with open_core(memory=memory, n_spares=3) as core:
         without_room(core)
-        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) is Where.NOWHERE
+        assert where(core, finish(core, HISTORY, 30, stable=STABLE)) == "none"
         with as_it_is(memory) as left, open_core(memory=left, n_spares=3) as after:
             assert run(after, HISTORY).n_cached == 0, "and it is true"
 
@@ -275,7 +275,7 @@ def test_a_disk_that_does_not_answer_holds_up_no_reply_for_ever(memory, tmp_path
         without_room(core)
         hangs = threading.Event()
         core.cache.tiers.after_all(hangs.wait)
-        assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
+        assert where(core, finish(core, HISTORY, 4, stable=STABLE)) == "none"
         hangs.set()
         core.cache.tiers.flush()
 
@@ -285,7 +285,7 @@ def test_a_disk_that_refuses_is_not_said_to_have_it(memory, tmp_path):
         core.cache.tiers.wait_open(30)
         without_room(core)
         core.cache.tiers.disk.put = lambda _header, _parts: False
-        assert where(core, finish(core, HISTORY, 4, stable=STABLE)) is Where.NOWHERE
+        assert where(core, finish(core, HISTORY, 4, stable=STABLE)) == "none"
 
 
 # frames
@@ -359,7 +359,7 @@ def test_turns_wait_in_ram_while_the_disk_is_behind_and_follow_later(memory, tmp
 def test_what_is_dropped_right_after_its_last_frame_is_left_to_nobody(memory):
     with open_core(memory=memory) as core:
         ended = finish(core, HISTORY, 4, stable=STABLE)
-        assert where(core, ended) is Where.RAM
+        assert where(core, ended) == "ram"
         with as_it_is(memory) as left, open_core(memory=left) as after:
             assert after.cache.tree.ram_bytes, "this test could not fail"
         del ended

@@ -10,8 +10,7 @@ from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, Request, Result
 from everwarm.engine.scheduling import scheduler
 from everwarm.engine.scheduling.admission import Admission
-from everwarm.engine.scheduling.scheduler import fit
-from everwarm.engine.scheduling.step_plan import oldest_first
+from everwarm.engine.scheduling.scheduler import fit, oldest_first
 from everwarm.errors import ContextFull
 from support.drive import EVERY_KIND, assert_greedy, check, open_core, submit, text
 

@@ -9,11 +9,11 @@ frames.
 
 from __future__ import annotations
 
-import enum
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from everwarm.engine.cache.provenance import cover
 from everwarm.engine.cache.ram_budget import RamBudget
@@ -30,12 +30,9 @@ SHARE = 0.1  # of the time while replies are written: so much goes into copies a
 DISK_WAIT_S = 5.0  # a last frame waits no longer for a disk that does not answer
 
 
-class Where(enum.Enum):
-    """Where a finished turn is when its last frame leaves."""
-
-    RAM = "ram"  # safe from the engine's death
-    DISK = "disk"  # and from the machine's
-    NOWHERE = "none"  # a death now costs reading it again
+# Where a finished turn is when its last frame leaves: safe from the engine's death, from the machine's as well, or nowhere,
+# so that a death now costs reading it again.
+Where = Literal["ram", "disk", "none"]
 
 
 @dataclass(slots=True)
@@ -157,7 +154,7 @@ class Offload:
         """Calls ``done`` once, from another thread, as soon as it is known where the turn is."""
 
         def is_in_ram(is_kept: bool) -> None:
-            done(Where.RAM) if is_kept else self._when_on_disk(receipt, done)
+            done("ram") if is_kept else self._when_on_disk(receipt, done)
 
         if receipt.notes is None:
             return self._when_on_disk(receipt, done)
@@ -167,15 +164,15 @@ class Offload:
         tiers = self.tiers
         name = receipt.on_disk
         if name is None:
-            return done(Where.NOWHERE)
+            return done("none")
         once = _once(done)
-        timer = threading.Timer(DISK_WAIT_S, once, (Where.NOWHERE,))
+        timer = threading.Timer(DISK_WAIT_S, once, ("none",))
         timer.daemon = True
         timer.start()
 
         def is_written() -> None:
             timer.cancel()
-            once(Where.DISK if tiers.disk.has(name) else Where.NOWHERE)
+            once("disk" if tiers.disk.has(name) else "none")
 
         tiers.after_all(is_written)
 

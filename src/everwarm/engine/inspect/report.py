@@ -103,7 +103,6 @@ def counts(core: Core) -> dict[str, Any]:
         "n_fed": core.context.n_fed,
         "n_running": sum(slot.request is not None and not slot.request.ask.ahead for slot in core.slots),
         "n_queued": len(core.queue),
-        **dataclasses.asdict(core.speculator.counts),
         "n_images_encoded": 0 if core.images is None else core.images.n_encoded,
         **cache.ram.stats(),
         **cache.tier_writer.stats(),
@@ -146,7 +145,12 @@ def summary(core: Core) -> dict[str, Any]:
             "tokens": core.counts.n_prewarm_tokens,
         },
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
-        "speculation": {"is_on": core.speculator.is_on, **dataclasses.asdict(core.speculator.counts)},
+        "speculation": {
+            "is_on": core.speculator.is_on,
+            "n_drafted": core.counts.n_drafted,
+            "n_draft_accepted": core.counts.n_draft_accepted,
+            "n_verified": core.counts.n_verified,
+        },
     }
 
 

@@ -349,7 +349,7 @@ class RequestHandler:
         def send(where: Where) -> None:
             waited = time.monotonic() - receipt.ended_at
             is_done = isinstance(last, m.Done)
-            self._send(msgspec.structs.replace(last, kept=where.value, keep_s=waited) if is_done else last)
+            self._send(msgspec.structs.replace(last, kept=where, keep_s=waited) if is_done else last)
 
         offload.when_safe(receipt, send)
 

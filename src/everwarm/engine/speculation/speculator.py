@@ -31,6 +31,7 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape
 from everwarm.engine.speculation.lookup import SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
+from everwarm.engine.stats import RequestStats
 from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.types import Mark, Position, SeqId, TokenCount
@@ -109,15 +110,6 @@ class _Choice(NamedTuple):
 
 
 @dataclass(slots=True)
-class DraftCounts:
-    """Since the start."""
-
-    n_drafted: int = 0
-    n_draft_accepted: int = 0
-    n_verified: int = 0  # drafts
-
-
-@dataclass(slots=True)
 class Speculator:
     rollback: Rollback
     drafters: Sequence[SuffixLookup | TreeLookup]
@@ -126,7 +118,7 @@ class Speculator:
     computing: ComputingDrafter | None = None
     clock: Callable[[], float] = time.monotonic  # for what steps and drafts cost
     pacing: Pacing = field(default_factory=Pacing)
-    counts: DraftCounts = field(default_factory=DraftCounts)
+    counts: RequestStats = field(default_factory=RequestStats)
     n_rejected: int = 0  # tokens of the last step
 
     @property
