@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from everwarm.config import require
 from everwarm.engine.inspect.read_reason import counted
-from everwarm.engine.process.messages import CheckpointUse, CutHints, ReadReason, RequestOptions, SentMedia
+from everwarm.engine.process.messages import AskOptions, CheckpointUse, CutHints, ReadReason, SentMedia
 from everwarm.engine.speculation.draft_length import Record
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import BadRequest, EverwarmError
@@ -34,7 +34,7 @@ MAX_SHIFTS = 64  # of one reply: each reads a part of the context again
 _ids = itertools.count(1)
 
 
-class Ask(RequestOptions, frozen=True):
+class Ask(AskOptions, frozen=True):
     """What a caller wants, with cut hints in items."""
 
     prompt: Prompt

@@ -116,7 +116,7 @@ class CutHints(msgspec.Struct, frozen=True):
         )
 
 
-class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+class AskOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What a caller wants of a request beside its prompt, here and in the engine's own ``Ask``."""
 
     hints: CutHints = CutHints()
@@ -138,7 +138,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     shift: ContextShift | None = None  # None: a full context ends the reply
 
 
-class Submit(RequestOptions, Message, frozen=True, tag=True):
+class Submit(AskOptions, Message, frozen=True, tag=True):
     """A prompt, as text (with cut hints in characters) or as tokens (hints in tokens). Each ``marker`` in the text stands
     for the next of the images."""
 
@@ -157,7 +157,7 @@ class Submit(RequestOptions, Message, frozen=True, tag=True):
 
 def options_of(message: Submit) -> dict[str, Any]:
     """What an ask takes over as it is, by name."""
-    return {name: getattr(message, name) for name in RequestOptions.__struct_fields__}
+    return {name: getattr(message, name) for name in AskOptions.__struct_fields__}
 
 
 class Prewarm(Message, frozen=True, tag=True):
