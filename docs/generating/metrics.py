@@ -33,8 +33,8 @@ def _text() -> str:
     deaths = SimpleNamespace(n_given_up=0)
     more = {"n_restarts": 0, "load": None, "deaths": deaths, "died_of": Counter()}
     supervisor = SimpleNamespace(is_ready=True, is_running=True, ask=ask, **more)
-    standing = SimpleNamespace(supervisor=supervisor, retry=None)
-    pool = SimpleNamespace(standings=list, catalog=SimpleNamespace(find=lambda _: standing), look=lambda _: standing)
+    served = SimpleNamespace(supervisor=supervisor, retry_in_s=None)
+    pool = SimpleNamespace(all_served=list, catalog=SimpleNamespace(find=lambda _: served), look=lambda _: served)
     metrics = Metrics()
     request = SimpleNamespace(query_params={})
     answer = asyncio.run(Status(pool, metrics, LoopLag(metrics.lagged)).metrics(request))  # type: ignore[arg-type]

@@ -82,9 +82,9 @@ def test_a_server_that_nobody_asks_comes_back_by_itself():
         async with pooled(tiny_model("llama", width=64), SOON) as (pool, served):
             await wear_out(served)
             await until(lambda: served.retry is not None, "the next try is planned")
-            (standing,) = pool.standings()
-            assert standing.retry_in_s is not None and "SIGKILL" in (standing.reason or "")
-            assert standing.status.phase is Phase.ASLEEP and standing.status.reason
+            (served,) = pool.all_served()
+            assert served.retry_in_s is not None and "SIGKILL" in (served.reason or "")
+            assert served.status.phase is Phase.ASLEEP and served.status.reason
             await until(lambda: served.supervisor.is_ready, "it is back, though nobody asked")
             assert served.retry is None and served.supervisor.deaths.n_given_up == 1
             pid = served.supervisor.pid

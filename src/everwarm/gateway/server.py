@@ -33,7 +33,7 @@ from everwarm.gateway.settings import ServerSettings, is_unix_socket
 from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import PoolLimits
-from everwarm.router.pool import Pool, Standing
+from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.gateway")
@@ -234,20 +234,20 @@ async def _first_loaded(pool: Pool) -> None:
     """Waits until every model with ``load_on_start`` is loaded or has failed."""
     while not pool.has_started:  # the application's start-up starts it
         await asyncio.sleep(0.01)
-    first = [s.supervisor for s in pool.standings() if s.spec.load_on_start]
+    first = [s.supervisor for s in pool.all_served() if s.spec.load_on_start]
     await asyncio.gather(*(supervisor.until(State.READY) for supervisor in first))
 
 
 def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) -> int:
-    standings = pool.standings()
-    for standing in standings:
-        supervisor = standing.supervisor
-        if supervisor.state is State.UNHEALTHY and len(standings) == 1:
+    all_served = pool.all_served()
+    for served in all_served:
+        supervisor = served.supervisor
+        if supervisor.state is State.UNHEALTHY and len(all_served) == 1:
             _print(console, f"everwarm: {supervisor.reason}", "red")
             return 1
     _print(console, f"Everwarm {__version__}")
-    for standing in standings:
-        _print(console, _about(standing))
+    for served in all_served:
+        _print(console, _about(served))
     for note in (*pool.catalog.notes, *(f"{b.id} cannot be served: {b.reason}" for b in pool.catalog.broken)):
         _print(console, f"  {note}", "yellow")
     access = "API key required" if settings.api_key or settings.keys else "open to this machine only"
@@ -265,11 +265,11 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
         log.log(logging.ERROR if style == "red" else logging.INFO, "%s", text.strip())
 
 
-def _about(standing: Standing) -> str:
+def _about(served: Served) -> str:
     """A summary of a loaded model; for one that is not loaded, its size or why it failed."""
-    spec, info = standing.spec, standing.supervisor.info
-    if info is None or not standing.supervisor.is_running:
-        reason = standing.supervisor.reason
+    spec, info = served.spec, served.supervisor.info
+    if info is None or not served.supervisor.is_running:
+        reason = served.supervisor.reason
         return f"· {spec.id}: {reason or f'about {spec.n_bytes / _MIB:,.0f} MiB, loaded on demand'}"
     if info.pooling is not None:
         return f"· {spec.id} ({info.description}): embeddings, pooling {info.pooling}, texts of up to {info.n_ctx:,} tokens"
@@ -279,7 +279,7 @@ def _about(standing: Standing) -> str:
         f"  a token of KV has {info.kv_bytes_per_token:,} bytes, a recurrent state {size_text(info.state_bytes)}\n"
         f"  checkpoints: up to {info.max_checkpoints} per conversation, every {info.every_n_tokens} tokens\n"
         f"  kept on the device: {info.n_spares} states; in RAM: up to {size_text(info.ram_bytes)}\n"
-        f"  kept on disk: {_disk(standing)}{gpu_line(info.placement)}"
+        f"  kept on disk: {_disk(served)}{gpu_line(info.placement)}"
     )
 
 
@@ -297,10 +297,10 @@ def gpu_line(placement: Placement | None) -> str:
     return f"\n  GPU: {layers} {placement.n_layers} layers on {gpus}{room}"
 
 
-def _disk(standing: Standing) -> str:
+def _disk(served: Served) -> str:
     """What the disk tier may take and where; or why it takes nothing."""
-    store = standing.spec.settings.store
-    load = standing.supervisor.load
+    store = served.spec.settings.store
+    load = served.supervisor.load
     if store is None:
         return "nothing is kept (--disk-cache 0)"
     if load is not None and "disk" in load.degraded:

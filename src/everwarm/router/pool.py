@@ -29,6 +29,7 @@ log = logging.getLogger("everwarm.router")
 
 TICK_S = 1.0
 REFRESH_S = 1.0  # the catalog is not read again sooner
+_REMOVED = ModelStatus(Phase.ASLEEP, 0, 0, 0.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,19 @@ class Served:
 
     spec: ModelSpec
     supervisor: Supervisor
+    _planner: Planner
     n_loads: int = 0
     retry: Retry | None = None
+
+    @property
+    def status(self) -> ModelStatus:
+        return self._planner.status(self.id) or _REMOVED
+
+    @property
+    def retry_in_s(self) -> float | None:
+        """Seconds until it is tried again automatically; None: it is not."""
+        at = None if self.retry is None else self.retry.at
+        return None if at is None else max(0.0, at - time.monotonic())
 
     @property
     def reason(self) -> str | None:
@@ -88,23 +100,6 @@ class Lease:
         await self._granted
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """One model in the list of models."""
-
-    spec: ModelSpec
-    status: ModelStatus
-    supervisor: Supervisor
-    reason: str | None = None  # why its engine does not run, without paths
-    retry: Retry | None = None
-
-    @property
-    def retry_in_s(self) -> float | None:
-        """Seconds until it is tried again automatically; None: it is not."""
-        at = None if self.retry is None else self.retry.at
-        return None if at is None else max(0.0, at - time.monotonic())
-
-
 @dataclass(slots=True)
 class Pool:
     read_catalog: Callable[[], Catalog]
@@ -124,8 +119,8 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.catalog = self.read_catalog()
-        self._served = {spec.id: self._new(spec) for spec in self.catalog.specs.values()}
         self._planner = Planner(self.limits, [_planned(spec) for spec in self.catalog.specs.values()])
+        self._served = {spec.id: self._new(spec) for spec in self.catalog.specs.values()}
 
     def _new(self, spec: ModelSpec) -> Served:
         def report(done: float) -> None:
@@ -135,7 +130,8 @@ class Pool:
         settings = spec.settings
         if settings.mmproj is None and spec.mmproj is not None:
             settings = replace(settings, mmproj=str(spec.mmproj))
-        return Served(spec, Supervisor(str(spec.path), settings, limits=self.restart_limits, on_loading=report))
+        supervisor = Supervisor(str(spec.path), settings, limits=self.restart_limits, on_loading=report)
+        return Served(spec, supervisor, self._planner)
 
     def start(self) -> None:
         self._spawn(self._tick())
@@ -213,13 +209,9 @@ class Pool:
 
     # managing
 
-    def standings(self) -> list[Standing]:
-        found = []
-        for served in self._served.values():
-            status = self._planner.status(served.id)
-            if status is not None:
-                found.append(Standing(served.spec, status, served.supervisor, served.reason, served.retry))
-        return found
+    def all_served(self) -> list[Served]:
+        """Every model that requests can name."""
+        return [served for served in self._served.values() if self._planner.status(served.id) is not None]
 
     def backlogs(self) -> list[Backlog]:
         """What a new request would wait for, of every engine that has reported it."""

@@ -18,7 +18,7 @@ import pytest
 
 from everwarm.gateway.admin.status import components
 from everwarm.router.plan import ModelStatus, Phase
-from everwarm.router.pool import Standing
+from everwarm.router.pool import Served
 from everwarm.router.supervise.restart_policy import RestartHistory, RestartLimits
 from everwarm.router.supervise.supervisor import State
 from support.cgroups import real_cgroup
@@ -77,11 +77,17 @@ def test_of_many_models_nobody_is_named_to_those_without_a_key():
         shrunk_to=None,
         deaths=RestartHistory(RestartLimits()),
         state=State.STOPPED,
+        reason=None,
+        last_failure=None,
     )
-    spec: Any = None
-    reasons = ("the model 'private' cannot be used", None)
-    standings = [Standing(spec, ModelStatus(Phase.ASLEEP, 0, 0, 0.0, why), asleep, why) for why in reasons]
-    (one,) = components(standings).values()
+    statuses = {
+        "private": ModelStatus(Phase.ASLEEP, 0, 0, 0.0, "the model 'private' cannot be used"),
+        "other": ModelStatus(Phase.ASLEEP, 0, 0, 0.0, None),
+    }
+    planner: Any = SimpleNamespace(status=statuses.get)
+    specs: list[Any] = [SimpleNamespace(id=id) for id in statuses]
+    all_served = [Served(spec, asleep, planner) for spec in specs]
+    (one,) = components(all_served).values()
     assert one["state"] == "degraded" and "1 of 2 models" in one["reason"] and "private" not in str(one)
 
 

@@ -31,7 +31,7 @@ from everwarm.gateway.serving.prewarm import NextTurnPrewarmer
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.settings import ServerSettings
 from everwarm.gateway.stores import ReplyStore, ResponseStore
-from everwarm.router.pool import Pool, Standing
+from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.supervisor import State, Supervisor
 from everwarm.types import Json
 
@@ -84,20 +84,20 @@ class CacheApi:
         return json_response(await self._gate.within_time(request, overview) | _caller(request))
 
     async def _overview_of(self, model: str) -> Json:
-        standings = self._pool.standings()
-        standing = next((each for each in standings if each.spec.id == model), None)
-        if standing is None:
+        all_served = self._pool.all_served()
+        served = next((each for each in all_served if each.spec.id == model), None)
+        if served is None:
             raise NotFound(f"the model {model!r} does not exist any more", "model_not_found")
         seen = None
-        if standing.supervisor.state is State.READY:
+        if served.supervisor.state is State.READY:
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
-                seen = await standing.supervisor.ask(m.Inspect, what="cache")
+                seen = await served.supervisor.ask(m.Inspect, what="cache")
         totals = self._request_log.totals(model)
         text = self._settings.cache_text
-        return cache_encode.overview(standing, standings, totals, seen, text=text)
+        return cache_encode.overview(served, all_served, totals, seen, text=text)
 
     async def tree(self, request: Request) -> Response:
-        standing = self._model(request)
+        served = self._model(request)
         visibility = visibility_of(request)
         after = request.query_params.get("after")
         if after is not None and _NUMBER.fullmatch(after) is None:
@@ -105,9 +105,9 @@ class CacheApi:
         fields = {"limit": _limit(request, MAX_PAGE, MAX_PAGE), "after": None if after is None else int(after)}
         words_of = visibility.words if self._settings.cache_text else None
         scope = {"namespace": visibility.shown, "words_of": words_of, "alone": not principal_of(request).is_admin}
-        query = _running(standing).ask(m.AskTree, **fields, **scope)
+        query = _running(served).ask(m.AskTree, **fields, **scope)
         seen = msgspec.convert(await self._gate.within_time(request, query), m.TreeSeen)
-        return json_response(cache_encode.tree(seen, standing.spec.id, self._request_log))
+        return json_response(cache_encode.tree(seen, served.spec.id, self._request_log))
 
     async def requests(self, request: Request) -> Response:
         limit = _limit(request, 100, MOST_KEPT)
@@ -152,7 +152,7 @@ class CacheApi:
 
     async def drop_all(self, request: Request) -> Response:
         """Stored responses have an address of their own, so they are deleted only with ``?responses=true``."""
-        if request.query_params.get("model") is None and len(self._pool.standings()) > 1:
+        if request.query_params.get("model") is None and len(self._pool.all_served()) > 1:
             raise BadRequest("this server has several models: name one with ?model=")
         answer = await self._forget(request, None)
         if request.query_params.get("responses", "false") in ("true", "1"):
@@ -177,15 +177,15 @@ class CacheApi:
         answer: Json = await self._gate.within_time(request, order)
         return answer
 
-    def _model(self, request: Request) -> Standing:
+    def _model(self, request: Request) -> Served:
         """The named model, or the only one, or the first that is loaded."""
         pool = self._pool
         name = request.query_params.get("model")
-        standings = pool.standings()
+        all_served = pool.all_served()
         if name is None and pool.catalog.find(None) is None:
-            name = next((each.spec.id for each in standings if each.supervisor.is_running), None)
+            name = next((each.spec.id for each in all_served if each.supervisor.is_running), None)
         wanted = pool.look(name).id
-        return next(each for each in standings if each.spec.id == wanted)
+        return next(each for each in all_served if each.spec.id == wanted)
 
 
 def _caller(request: Request) -> Json:
@@ -195,10 +195,10 @@ def _caller(request: Request) -> Json:
     return {"caller": {"role": principal.role.name.lower(), "namespace": namespace[: m.SHORT_NAMESPACE]}}
 
 
-def _running(standing: Standing) -> Supervisor:
-    if standing.supervisor.state is not State.READY:
-        raise EngineStopped(f"{standing.spec.id} is not loaded, so its cache cannot be read or changed now")
-    return standing.supervisor
+def _running(served: Served) -> Supervisor:
+    if served.supervisor.state is not State.READY:
+        raise EngineStopped(f"{served.spec.id} is not loaded, so its cache cannot be read or changed now")
+    return served.supervisor
 
 
 def _limit(request: Request, usual: int, most: int) -> int:

@@ -6,7 +6,7 @@ from everwarm.engine.process import messages as m
 from everwarm.gateway.admin.request_log import RequestLog, RequestRecord, Totals
 from everwarm.gateway.openai import encode
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine
-from everwarm.router.pool import Standing
+from everwarm.router.pool import Served
 from everwarm.types import Json
 
 
@@ -82,7 +82,7 @@ def node(seen: m.NodeSeen, model: str, recent: RequestLog) -> Json:
     }
 
 
-def condition(model: Standing) -> Json:
+def condition(model: Served) -> Json:
     """The state of its engine; after repeated failures, the reason and the time of the next attempt."""
     supervisor, retry = model.supervisor, model.retry
     return {
@@ -94,7 +94,7 @@ def condition(model: Standing) -> Json:
     }
 
 
-def overview(model: Standing, models: list[Standing], totals: Totals, seen: Json | None, *, text: bool) -> Json:
+def overview(model: Served, models: list[Served], totals: Totals, seen: Json | None, *, text: bool) -> Json:
     """``seen``: the engine's report; ``None`` if it does not run."""
     engine = condition(model)
     speed = None if seen is None else seen["seconds_per_token"]

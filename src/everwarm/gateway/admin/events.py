@@ -135,11 +135,11 @@ class EventHub:
 
     def _poll(self) -> None:
         """Sends what has changed since the last call."""
-        for standing in self._pool.standings():
-            id, load = standing.spec.id, standing.supervisor.load
-            self._send_if_changed("model", id, {"id": id, "status": standing.status.phase.value}, None)
+        for served in self._pool.all_served():
+            id, load = served.spec.id, served.supervisor.load
+            self._send_if_changed("model", id, {"id": id, "status": served.status.phase.value}, None)
             numbers = {"n_running": load.n_running if load else 0, "n_queued": load.n_queued if load else 0}
-            self._send_if_changed("engine", id, {"model": id, **cache_encode.condition(standing), **numbers}, id)
+            self._send_if_changed("engine", id, {"model": id, **cache_encode.condition(served), **numbers}, id)
             if load is not None:
                 self._send_if_changed("tree", id, {"model": id, "version": load.version}, id)
 

@@ -15,7 +15,7 @@ from everwarm.gateway.ollama.models import Pulls
 from everwarm.gateway.openai.schema import ModelBody
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Pool, Standing
+from everwarm.router.pool import Pool, Served
 from everwarm.types import Json
 
 _SHOWN = {  # llama-server's words
@@ -52,7 +52,7 @@ class Models:
         models = self._models()
         first, last = (models[0]["id"], models[-1]["id"]) if models else (None, None)
         answer = {"object": "list", "data": models, "has_more": False, "first_id": first, "last_id": last}
-        answer["models"] = [_capable(standing) for standing in self._pool.standings()]
+        answer["models"] = [_capable(served) for served in self._pool.all_served()]
         if self._pulls.allowed:  # the page then offers it
             answer["can_pull"] = principal_of(request).is_admin
         return json_response(answer)
@@ -75,7 +75,7 @@ class Models:
         return json_response({"id": id, "object": "model", "deleted": True})
 
     def _models(self) -> builtins.list[Json]:
-        models = [_model(standing) for standing in self._pool.standings()]
+        models = [_model(served) for served in self._pool.all_served()]
         return models + [
             {**_names(broken.id), "status": {"value": "unloaded", "failed": True, "reason": broken.reason}}
             for broken in self._pool.catalog.broken
@@ -92,9 +92,9 @@ class Models:
         return json_response({"success": True})
 
 
-def _capable(standing: Standing) -> Json:
+def _capable(served: Served) -> Json:
     """What a model can do, as llama-server lists it beside OpenAI's list."""
-    spec, info = standing.spec, standing.supervisor.info
+    spec, info = served.spec, served.supervisor.info
     makes_vectors = spec.settings.embedding is not None or (info is not None and info.pooling is not None)
     capabilities = ["embedding"] if makes_vectors else ["completion"]
     if spec.mmproj is not None or (info is not None and (info.sees or info.sample_rate)):
@@ -108,16 +108,16 @@ def _names(id: str) -> Json:
     return {**names, "lifecycle": "active"}
 
 
-def _model(standing: Standing) -> Json:
-    status, info = standing.status, standing.supervisor.info
+def _model(served: Served) -> Json:
+    status, info = served.status, served.supervisor.info
     shown: Json = {"value": _SHOWN[status.phase]}
     if status.phase is Phase.LOADING:
-        shown["progress"] = standing.supervisor.loaded
+        shown["progress"] = served.supervisor.loaded
     if status.reason is not None:
         shown |= {"failed": True, "reason": status.reason}
-        if standing.retry_in_s is not None:
-            shown |= {"attempts": standing.supervisor.deaths.n_given_up, "retry_in_s": round(standing.retry_in_s, 1)}
-    model = {**_names(standing.spec.id), "aliases": standing.spec.aliases, "tags": standing.spec.tags}
+        if served.retry_in_s is not None:
+            shown |= {"attempts": served.supervisor.deaths.n_given_up, "retry_in_s": round(served.retry_in_s, 1)}
+    model = {**_names(served.spec.id), "aliases": served.spec.aliases, "tags": served.spec.tags}
     model["status"] = shown
     if info is not None:
         n_usable = min(info.n_ctx, info.n_ctx_train or info.n_ctx)  # beyond what it was trained on a model is lost

@@ -22,7 +22,7 @@ from everwarm.errors import EngineStopped, NotSupported
 from everwarm.gateway.admin.metrics import CONTENT_TYPE, LoopLag, Metrics
 from everwarm.gateway.http.sse import json_response
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Pool, Served, Standing
+from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.restart_policy import Cause
 from everwarm.router.supervise.supervisor import State
 from everwarm.types import Json
@@ -54,16 +54,16 @@ class Status:
     async def health(self, _request: Request) -> Response:
         """Always 200: the gateway is alive. The body has the state of each component; ``/ready`` says whether to send
         requests."""
-        return json_response({"status": "ok", "components": components(self._pool.standings())})
+        return json_response({"status": "ok", "components": components(self._pool.all_served())})
 
     async def ready(self, _request: Request) -> Response:
         """With one model: whether it can be used now. With several the server is ready, because it loads them on demand."""
-        standings = self._pool.standings()
+        all_served = self._pool.all_served()
         is_ready = True
         wait_s = None
-        about = {"status": "ready", "models": len(standings)}
-        if len(standings) == 1:
-            (one,) = standings
+        about = {"status": "ready", "models": len(all_served)}
+        if len(all_served) == 1:
+            (one,) = all_served
             sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it is loaded on demand
             is_ready = one.supervisor.is_ready or (sleeps and not self._pool.is_stopping)
             wait_s = one.retry_in_s or one.supervisor.back_in_s
@@ -77,9 +77,9 @@ class Status:
             raise NotSupported("this server does not show its metrics; start it without --no-metrics")
         pool = self._pool
         name = request.query_params.get("model")
-        standings = pool.standings()
+        all_served = pool.all_served()
         gauges = {
-            "everwarm_models": ("Models that requests can name", float(len(standings))),
+            "everwarm_models": ("Models that requests can name", float(len(all_served))),
             "everwarm_loop_lag_most_seconds": (
                 "The longest lag of the gateway's event loop since the last scrape",
                 self._lag.most_s,
@@ -88,7 +88,7 @@ class Status:
                 "The part of that lag in which the gateway was computing, not waiting for a processor",
                 self._lag.most_busy_s,
             ),
-            "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in standings))),
+            "everwarm_models_loaded": ("Models in memory", float(sum(s.supervisor.is_running for s in all_served))),
         }
         self._lag.forget_most()
         engine: dict[str, Any] = {}
@@ -108,7 +108,7 @@ class Status:
         return Response(self._metrics.render(engine, gauges, counters), headers=headers, media_type=CONTENT_TYPE)
 
 
-def _condition(one: Standing) -> dict[str, Any]:
+def _condition(one: Served) -> dict[str, Any]:
     supervisor = one.supervisor
     state = "stalled" if supervisor.state is State.READY else supervisor.state.value
     return {
@@ -126,10 +126,9 @@ def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[st
     """``counts``: of the engine, now; without them what its last heartbeat said."""
     supervisor = served.supervisor
     load = served.supervisor.load
-    retry = served.retry
     n_running = counts.get("n_running", load.n_running if load else 0)
     n_queued = counts.get("n_queued", load.n_queued if load else 0)
-    waits_s = 0.0 if retry is None or retry.at is None else max(0.0, retry.at - time.monotonic())
+    waits_s = served.retry_in_s or 0.0
     return {
         "llamacpp:requests_processing": ("Requests being read or written", float(n_running)),
         "llamacpp:requests_deferred": ("Requests waiting for a slot", float(n_queued)),
@@ -153,14 +152,14 @@ _STATES: dict[State, ComponentState] = {
 }
 
 
-def components(standings: Sequence[Standing]) -> dict[str, Json]:
+def components(all_served: Sequence[Served]) -> dict[str, Json]:
     """The engine, and every tier that is degraded."""
-    found = {"engine": engine_of(standings[0]) if len(standings) == 1 else engines_of(standings)}
-    shrunk = [n for each in standings if (n := each.supervisor.shrunk_to) is not None]
+    found = {"engine": engine_of(all_served[0]) if len(all_served) == 1 else engines_of(all_served)}
+    shrunk = [n for each in all_served if (n := each.supervisor.shrunk_to) is not None]
     if shrunk:
         lack = "an engine died for lack of memory, so the RAM tier keeps less until the server is started again"
         found["ram"] = _component("degraded", lack, budget_bytes=min(shrunk))
-    loads = (each.supervisor.load for each in standings)
+    loads = (each.supervisor.load for each in all_served)
     for tier, reason in ((tier, why) for load in loads if load is not None for tier, why in load.degraded.items()):
         found[tier] = _component("degraded", f"{without_paths(reason)} (GET /cache has all of it)")
     return found
@@ -170,7 +169,7 @@ def without_paths(text: str) -> str:
     return re.sub(r"\S*/\S*", "…", text)
 
 
-def engine_of(one: Standing) -> Json:
+def engine_of(one: Served) -> Json:
     supervisor = one.supervisor
     if supervisor.is_ready:
         return _component("ok", **_tries(one))
@@ -179,12 +178,12 @@ def engine_of(one: Standing) -> Json:
     return _component(_STATES[supervisor.state], one.reason, **_tries(one))
 
 
-def engines_of(standings: Sequence[Standing]) -> Json:
-    states = Counter(engine_of(each)["state"] for each in standings)
-    n_down = sum(each.status.reason is not None for each in standings)
+def engines_of(all_served: Sequence[Served]) -> Json:
+    states = Counter(engine_of(each)["state"] for each in all_served)
+    n_down = sum(each.status.reason is not None for each in all_served)
     if n_down == 0:
         return _component("ok", models=dict(states))
-    reason = f"{n_down} of {len(standings)} models failed; GET /v1/models says why"
+    reason = f"{n_down} of {len(all_served)} models failed; GET /v1/models says why"
     return _component("degraded", reason, models=dict(states))
 
 
@@ -193,7 +192,7 @@ def _component(state: ComponentState, reason: str | None = None, **more: Any) ->
     return {"state": state, "reason": reason, **more}
 
 
-def _tries(one: Standing) -> Json:
+def _tries(one: Served) -> Json:
     """``attempts``: failed attempts in a row to start it again; ``retry_in_s``: seconds until the next."""
     wait_s = one.retry_in_s
     return {

@@ -245,7 +245,7 @@ class LlamaServer:
     async def props(self, request: Request) -> Response:
         name = request.query_params.get("model")
         if name is None and self._pool.catalog.find(None) is None:
-            models = [standing.spec.id for standing in self._pool.standings()]
+            models = [served.spec.id for served in self._pool.all_served()]
             shown: Json = {"role": "router", "max_instances": self._pool.limits.models_max, "models": models}
             shown |= {"models_autoload": self._pool.autoload, "model_alias": "everwarm", "model_path": "none"}
             shown["default_generation_settings"] = {"params": self._default_params(), "n_ctx": 0}

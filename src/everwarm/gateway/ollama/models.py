@@ -39,7 +39,7 @@ from everwarm.router.catalog.catalog import ModelSpec
 from everwarm.router.catalog.gguf_files import LATEST, ModelFile, one_file, quant_of, tagged
 from everwarm.router.catalog.gguf_header import read_text
 from everwarm.router.plan import Phase
-from everwarm.router.pool import Pool, Standing
+from everwarm.router.pool import Pool, Served
 from everwarm.state.store.files import Files, make_folder
 from everwarm.types import Json
 
@@ -56,8 +56,8 @@ _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
 }  # fmt: skip
 
 
-def listed(standings: Sequence[Standing]) -> list[Json]:
-    return [_entry(standing.spec, _file(standing.spec)) for standing in standings]
+def listed(all_served: Sequence[Served]) -> list[Json]:
+    return [_entry(served.spec, _file(served.spec)) for served in all_served]
 
 
 def derived_entries(models: Sequence[Json], names: Mapping[str, DerivedModel]) -> list[Json]:
@@ -93,10 +93,10 @@ def _entry(spec: ModelSpec, file: ModelFile | None) -> Json:
     }
 
 
-def presence(standing: Standing) -> Json:
+def presence(served: Served) -> Json:
     """What the list of models in memory has beyond the list of models."""
-    info = standing.supervisor.info
-    settings = standing.spec.settings
+    info = served.supervisor.info
+    settings = served.spec.settings
     return {
         "expires_at": _STAYS.isoformat(),
         "size_vram": 0 if settings.model.n_gpu_layers == 0 or info is None else info.size_bytes,

@@ -84,13 +84,13 @@ class Ollama:
         return json_response({"version": DIALECT, "everwarm": __version__})
 
     async def tags(self, _request: Request) -> Response:
-        models = await asyncio.to_thread(listed, self._pool.standings())
+        models = await asyncio.to_thread(listed, self._pool.all_served())
         return json_response({"models": [*models, *derived_entries(models, self._derived.names())]})
 
     async def ps(self, _request: Request) -> Response:
-        loaded = [s for s in self._pool.standings() if s.status.phase in IN_MEMORY]
+        loaded = [s for s in self._pool.all_served() if s.status.phase in IN_MEMORY]
         models = await asyncio.to_thread(listed, loaded)
-        more = [presence(standing) for standing in loaded]
+        more = [presence(served) for served in loaded]
         return json_response({"models": [model | about for model, about in zip(models, more, strict=True)]})
 
     async def show(self, request: Request) -> Response:
