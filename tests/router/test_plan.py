@@ -11,8 +11,9 @@ from hypothesis import Phase as Stage
 from hypothesis import strategies as st
 
 from everwarm.router import plan
-from everwarm.router.plan import Effect, GrantLease, Load, ModelPlan, Phase, Planner, PoolLimits, Refuse, Unload
-from support.world import Fate, History, Order, Visit, World, Wrong, stream
+from everwarm.router.catalog.catalog import ModelSpec
+from everwarm.router.plan import Effect, GrantLease, Load, Phase, Planner, PoolLimits, Refuse, Unload
+from support.world import Fate, History, Order, Visit, World, Wrong, planned, stream
 
 CAMPAIGN = bool(os.environ.get("EVERWARM_CAMPAIGN"))
 MIB = 1 << 20
@@ -21,9 +22,9 @@ MIB = 1 << 20
 class Story:
     """A planner, told what happens in few words; time goes on by itself where it does not matter."""
 
-    def __init__(self, *models: ModelPlan | str, **limits: Any) -> None:
-        plans = [model if isinstance(model, ModelPlan) else ModelPlan(model, MIB) for model in models]
-        self.planner = Planner(PoolLimits(**limits), plans)
+    def __init__(self, *models: ModelSpec | str, **limits: Any) -> None:
+        specs = [model if isinstance(model, ModelSpec) else planned(model, MIB) for model in models]
+        self.planner = Planner(PoolLimits(**limits), specs)
         self.now = 0.0
 
     def want(self, id: int, model: str, at: float | None = None) -> list[Effect]:
@@ -56,8 +57,8 @@ class Story:
     def remove(self, model: str) -> list[Effect]:
         return self._checked(self.planner.remove(model, self._at(None)))
 
-    def add(self, plan: ModelPlan, at: float) -> list[Effect]:
-        return self._checked(self.planner.add(plan, self._at(at)))
+    def add(self, spec: ModelSpec, at: float) -> list[Effect]:
+        return self._checked(self.planner.add(spec, self._at(at)))
 
     def use(self, id: int, model: str) -> None:
         """Load it, and have it used once: it is idle then, and the last one used."""
@@ -140,12 +141,12 @@ def test_nothing_is_loaded_before_the_memory_is_free():
 
 
 def test_zero_means_any_number_and_any_size():
-    story = Story("a", ModelPlan("b", 1 << 60), models_max=0)
+    story = Story("a", planned("b", 1 << 60), models_max=0)
     assert story.want(1, "a") == [Load("a")] and story.want(2, "b") == [Load("b")]
 
 
 def test_as_many_as_needed_go_by_size_and_none_that_does_not_help():
-    models = [ModelPlan("tiny", 1), ModelPlan("small", 3), ModelPlan("middle", 4), ModelPlan("big", 7)]
+    models = [planned("tiny", 1), planned("small", 3), planned("middle", 4), planned("big", 7)]
     story = Story(*models, models_max=0, memory_bytes=8)
     for id, name in enumerate(("tiny", "small", "middle")):
         story.use(id, name)
@@ -155,7 +156,7 @@ def test_as_many_as_needed_go_by_size_and_none_that_does_not_help():
 
 
 def test_of_two_that_would_do_the_one_used_longest_ago_goes():
-    models = [ModelPlan("a", 5), ModelPlan("b", 5), ModelPlan("c", 8), ModelPlan("d", 13)]
+    models = [planned("a", 5), planned("b", 5), planned("c", 8), planned("d", 13)]
     story = Story(*models, models_max=0, memory_bytes=18)
     for id, name in enumerate("abc"):
         story.use(id, name)
@@ -182,7 +183,7 @@ def test_memory_that_is_being_freed_is_not_freed_twice():
 
 
 def test_a_model_larger_than_all_memory_is_refused_at_once_with_both_sizes():
-    story = Story(ModelPlan("big", 20 * MIB), "a", "b", memory_bytes=16 * MIB)
+    story = Story(planned("big", 20 * MIB), "a", "b", memory_bytes=16 * MIB)
     story.want(1, "a")
     story.want(2, "b")  # somebody is in front, which must not matter
     message = "the model 'big' needs 20.0 MiB; all together may take 16.0 MiB"
@@ -198,13 +199,13 @@ def test_a_busy_model_is_not_stopped():
 
 
 def test_a_pinned_model_stays_and_who_cannot_have_its_place_is_told():
-    story = Story(ModelPlan("p", MIB, pinned=True), "b")
+    story = Story(planned("p", MIB, pinned=True), "b")
     story.use(1, "p")
     assert story.want(2, "b") == [Refuse(2, "no_room", "there is no room for the model 'b' beside the pinned ones (p)")]
 
 
 def test_a_pinned_model_that_is_being_unloaded_is_waited_for():
-    story = Story(ModelPlan("p", MIB, pinned=True), "b")
+    story = Story(planned("p", MIB, pinned=True), "b")
     story.want(1, "p")
     story.loaded("p")
     story.unload("p")
@@ -213,14 +214,14 @@ def test_a_pinned_model_that_is_being_unloaded_is_waited_for():
 
 
 def test_a_pinned_model_is_passed_over_for_one_that_was_used_later():
-    story = Story(ModelPlan("p", MIB, pinned=True), "a", "b", models_max=2)
+    story = Story(planned("p", MIB, pinned=True), "a", "b", models_max=2)
     story.use(1, "p")
     story.use(2, "a")
     assert story.want(3, "b") == [Unload("a")]
 
 
 def test_nothing_is_unloaded_before_all_that_must_go_is_idle():
-    story = Story(ModelPlan("a", 1), ModelPlan("b", 1), ModelPlan("big", 2), models_max=0, memory_bytes=2)
+    story = Story(planned("a", 1), planned("b", 1), planned("big", 2), models_max=0, memory_bytes=2)
     story.use(1, "a")
     story.want(2, "b")
     story.loaded("b")
@@ -229,7 +230,7 @@ def test_nothing_is_unloaded_before_all_that_must_go_is_idle():
 
 
 def test_a_younger_wish_passes_only_into_room_the_older_one_does_not_need():
-    models = [ModelPlan("busy", 5), ModelPlan("big", 8), ModelPlan("two", 2), ModelPlan("three", 3)]
+    models = [planned("busy", 5), planned("big", 8), planned("two", 2), planned("three", 3)]
     story = Story(*models, models_max=0, memory_bytes=10)
     story.want(1, "busy")
     story.loaded("busy")
@@ -381,7 +382,7 @@ def test_a_model_that_failed_takes_nobodys_place_when_it_is_tried_again():
 
 
 def test_a_model_that_failed_does_not_pass_those_who_wait():
-    story = Story(ModelPlan("a", MIB), ModelPlan("b", MIB), ModelPlan("c", MIB), models_max=2)
+    story = Story(planned("a", MIB), planned("b", MIB), planned("c", MIB), models_max=2)
     story.use(1, "a")
     story.want(2, "b")
     story.loaded("b")
@@ -417,7 +418,7 @@ def test_a_model_can_be_loaded_for_nobody():
 
 
 def test_asking_for_what_has_no_room_leaves_a_reason():
-    story = Story(ModelPlan("p", MIB, pinned=True), "b")
+    story = Story(planned("p", MIB, pinned=True), "b")
     story.use(1, "p")
     assert story.load("b") == []
     assert "no room" in story.planner.status("b").reason
@@ -434,7 +435,7 @@ def test_asking_twice_keeps_the_first_place():
 
 
 def test_unloading_waits_for_leases_and_those_who_wait_have_it_loaded_again():
-    story = Story(ModelPlan("a", MIB, pinned=True))
+    story = Story(planned("a", MIB, pinned=True))
     story.want(1, "a")
     story.loaded("a")
     assert story.unload("a") == [] and story.phase("a") is Phase.DRAINING
@@ -470,7 +471,7 @@ def test_unloading_takes_back_what_was_asked_before():
 
 
 def test_an_unused_model_is_put_to_sleep_after_its_time():
-    story = Story(ModelPlan("a", MIB, ttl_s=60.0), ModelPlan("p", MIB, pinned=True, ttl_s=60.0), "z", models_max=0)
+    story = Story(planned("a", MIB, ttl_s=60.0), planned("p", MIB, pinned=True, ttl_s=60.0), "z", models_max=0)
     for id, name in enumerate("apz"):
         story.want(id, name, at=1.0)
         story.loaded(name, at=2.0)
@@ -483,8 +484,8 @@ def test_an_unused_model_is_put_to_sleep_after_its_time():
 
 
 def test_a_model_that_is_waited_for_is_not_put_to_sleep():
-    small = [ModelPlan(name, 1, ttl_s=3.0) for name in "ab"]
-    story = Story(*small, ModelPlan("big", 2), models_max=0, memory_bytes=2)
+    small = [planned(name, 1, ttl_s=3.0) for name in "ab"]
+    story = Story(*small, planned("big", 2), models_max=0, memory_bytes=2)
     story.use(1, "a")
     story.want(2, "b")
     story.loaded("b")
@@ -500,7 +501,7 @@ def test_a_model_that_is_waited_for_is_not_put_to_sleep():
 def test_a_model_that_was_added_can_be_wanted():
     story = Story()
     assert story.want(1, "a")[0].code == "model_not_found"
-    story.add(ModelPlan("a", MIB), 1.0)
+    story.add(planned("a", MIB), 1.0)
     assert story.want(2, "a") == [Load("a")]
 
 
@@ -518,15 +519,15 @@ def test_a_model_removed_and_added_is_loaded_anew():
     story.want(1, "a")
     story.loaded("a")
     story.remove("a")
-    story.add(ModelPlan("a", 2 * MIB), 50.0)
+    story.add(planned("a", 2 * MIB), 50.0)
     assert story.want(2, "a") == [] and story.gone(1) == [Unload("a")]
     assert story.stopped("a") == [Load("a")]
 
 
 def test_a_process_counts_with_the_size_it_was_loaded_with():
-    story = Story(ModelPlan("a", 4), ModelPlan("b", 5), models_max=0, memory_bytes=9)
+    story = Story(planned("a", 4), planned("b", 5), models_max=0, memory_bytes=9)
     story.use(1, "a")
-    story.add(ModelPlan("a", 9), 50.0)
+    story.add(planned("a", 9), 50.0)
     assert story.want(2, "b") == [Load("b")]
 
 
@@ -536,9 +537,9 @@ def test_a_process_counts_with_the_size_it_was_loaded_with():
 def history_of(draw: st.DrawFn) -> History:
     names = "abcd"[: draw(st.sampled_from([1, 2, 3, 4, 4]))]
 
-    def model(name: str) -> ModelPlan:
+    def model(name: str) -> ModelSpec:
         pinned = draw(st.sampled_from([False] * 7 + [True]))
-        return ModelPlan(name, draw(st.integers(1, 6)), pinned, draw(st.sampled_from([0.0, 0.0, 3.0, 8.0])))
+        return planned(name, draw(st.integers(1, 6)), pinned, draw(st.sampled_from([0.0, 0.0, 3.0, 8.0])))
 
     def visit() -> Visit:
         at, hold_s, leaves = (
@@ -668,7 +669,7 @@ class ForgetsWhatStops(Blind):
 class EvictsAll(Blind):
     def _victims(self, coming: Any, going: Any) -> Any:
         found = super()._victims(coming, going)
-        more = [m for m in self._held() if m.is_idle and m.stays and not m.plan.pinned]
+        more = [m for m in self._held() if m.is_idle and m.stays and not m.spec.pinned]
         return more if found and all(m.is_idle for m in found) else found
 
 
@@ -719,10 +720,10 @@ def test_a_planner_that_evicts_what_was_used_last_is_caught(monkeypatch):
 
 
 CROWD = (*stream("a", 0.0, 2.0, 6.0, 120), *stream("b", 0.5, 2.0, 6.0, 120))
-A_PLACE_FOR_C = History(PoolLimits(2), tuple(ModelPlan(name, 1) for name in "abc"), (*CROWD, Visit(20.0, "c")))
+A_PLACE_FOR_C = History(PoolLimits(2), tuple(planned(name, 1) for name in "abc"), (*CROWD, Visit(20.0, "c")))
 ROOM_FOR_BIG = History(
     PoolLimits(0, memory_bytes=2),
-    (ModelPlan("a", 1), ModelPlan("b", 1), ModelPlan("big", 2)),
+    (planned("a", 1), planned("b", 1), planned("big", 2)),
     (*CROWD, Visit(20.0, "big")),
     fates=(Fate(stop_s=1.0), Fate(stop_s=2.0)),
 )

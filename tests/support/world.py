@@ -10,9 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, cycle
+from pathlib import Path
 from typing import Literal
 
-from everwarm.router.plan import Effect, GrantLease, Load, ModelPlan, Phase, Planner, PoolLimits, Refuse, Unload
+from everwarm.engine.settings import EngineSettings
+from everwarm.router.catalog.catalog import ModelSpec
+from everwarm.router.plan import Effect, GrantLease, Load, Phase, Planner, PoolLimits, Refuse, Unload
+
+_SETTINGS = EngineSettings()
+
+
+def planned(id: str, n_bytes: int, pinned: bool = False, ttl_s: float = 0.0) -> ModelSpec:
+    """A model with what the planner looks at."""
+    path = Path(f"{id}.gguf")
+    return ModelSpec(id=id, path=path, settings=_SETTINGS, n_bytes=n_bytes, source="file", pinned=pinned, ttl_s=ttl_s)
 
 
 class Wrong(AssertionError):
@@ -38,7 +49,7 @@ class Visit:
 class Order:
     at: float
     what: Literal["load", "unload", "remove", "add", "crash"]
-    plan: ModelPlan
+    spec: ModelSpec
 
 
 @dataclass(frozen=True)
@@ -59,7 +70,7 @@ class Event:
     ]
     model: str = ""
     request_id: int = 0
-    plan: ModelPlan | None = None
+    spec: ModelSpec | None = None
 
     def tell(self, planner: Planner, at: float) -> list[Effect]:
         match self.what:
@@ -72,8 +83,8 @@ class Event:
             case "load_failed":
                 return planner.load_failed(self.model, "it died", at)
             case "add":
-                assert self.plan is not None
-                return planner.add(self.plan, at)
+                assert self.spec is not None
+                return planner.add(self.spec, at)
             case what:
                 effects: list[Effect] = getattr(planner, what)(self.model, at)
                 return effects
@@ -91,7 +102,7 @@ class Fate:
 @dataclass(frozen=True)
 class History:
     limits: PoolLimits
-    models: tuple[ModelPlan, ...]
+    models: tuple[ModelSpec, ...]
     visits: tuple[Visit, ...]
     orders: tuple[Order, ...] = ()
     fates: tuple[Fate, ...] = (Fate(),)
@@ -111,7 +122,7 @@ TICK_S = 1.0
 class Truth:
     """What is true of one model."""
 
-    plan: ModelPlan
+    spec: ModelSpec
     phase: Phase = Phase.ASLEEP  # READY also while it drains: whether it does is the planner's decision
     fate: Fate = field(default_factory=Fate)
     held_bytes: int = 0
@@ -132,14 +143,14 @@ class Truth:
 
     @property
     def is_expired(self) -> bool:
-        return self.is_unused and not self.plan.pinned and self.plan.ttl_s > 0
+        return self.is_unused and not self.spec.pinned and self.spec.ttl_s > 0
 
 
 class World:
     def __init__(self, history: History, planner: type[Planner] = Planner) -> None:
         self.history = history
         self.planner = planner(history.limits, history.models)
-        self.models = {plan.id: Truth(plan) for plan in history.models}
+        self.models = {spec.id: Truth(spec) for spec in history.models}
         self.seen: Counter[str] = Counter()
         self.now = 0.0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -180,7 +191,7 @@ class World:
             self._later(self.now + visit.leaves_after_s, lambda: self._feed(Event("leave", request_id=id)))
 
     def _carry_out(self, order: Order) -> None:
-        id = order.plan.id
+        id = order.spec.id
         match order.what:
             case "load":
                 self._feed(Event("request_load", id))
@@ -189,33 +200,33 @@ class World:
             case "remove":
                 self._feed(Event("remove", id))
             case "add":
-                self._feed(Event("add", id, plan=order.plan))
+                self._feed(Event("add", id, spec=order.spec))
             case "crash" if id in self.models and self.models[id].phase in (Phase.READY, Phase.STOPPING):
                 self._feed(Event("load_failed", id))
 
     def _feed(self, event: Event) -> None:
         self._note(event)
         before = [(truth, truth.wanted_since) for truth in self.models.values() if truth.phase is Phase.ASLEEP]
-        wishes = {truth.plan.id: since for truth, since in before if since is not None}
+        wishes = {truth.spec.id: since for truth, since in before if since is not None}
         could_go = self._could_go()
         effects = event.tell(self.planner, self.now)
         evicted = [truth for effect in effects if (truth := self._judge(effect, event, wishes)) is not None]
         if evicted and len(wishes) == 1:
-            self._judge_choice(evicted, could_go, self.models[next(iter(wishes))].plan.n_bytes)
+            self._judge_choice(evicted, could_go, self.models[next(iter(wishes))].spec.n_bytes)
         self._judge_answers(event, effects, wishes)
         self._forget_removed()
         self.planner.check()
         self._compare()
 
     def _end_of_load(self, truth: Truth) -> Event:
-        id = truth.plan.id
+        id = truth.spec.id
         return Event("load_failed" if truth.fate.fails else "loaded", id)
 
     def _note(self, event: Event) -> None:
         """What the event itself makes true."""
-        if event.plan is not None:
-            truth = self.models.setdefault(event.plan.id, Truth(event.plan))
-            truth.plan, truth.is_removed = event.plan, False
+        if event.spec is not None:
+            truth = self.models.setdefault(event.spec.id, Truth(event.spec))
+            truth.spec, truth.is_removed = event.spec, False
         if event.what == "leave":
             for truth in self.models.values():
                 truth.waiting.pop(event.request_id, None)
@@ -268,7 +279,7 @@ class World:
     def _judge_load(self, truth: Truth) -> None:
         rule(truth.phase is Phase.ASLEEP, "only what is asleep is loaded")
         rule(truth.wanted_since is not None and not truth.is_removed, "only what somebody wants is loaded")
-        truth.phase, truth.held_bytes, truth.load_asked_at = Phase.LOADING, truth.plan.n_bytes, None
+        truth.phase, truth.held_bytes, truth.load_asked_at = Phase.LOADING, truth.spec.n_bytes, None
         truth.fate = next(self._fates)
         held = [other.held_bytes for other in self.models.values() if other.phase is not Phase.ASLEEP]
         limits = self.history.limits
@@ -279,11 +290,11 @@ class World:
     def _judge_stop(self, truth: Truth, event: Event, wishes: dict[str, float]) -> Truth | None:
         rule(truth.phase is Phase.READY, "only what is ready is stopped")
         rule(not truth.leases, "nothing is stopped while it is leased")
-        expired = event.what == "tick" and truth.is_expired and self.now - truth.last_used >= truth.plan.ttl_s
-        rule(truth.must_go or not truth.plan.pinned, "a pinned model is only stopped when asked to")
+        expired = event.what == "tick" and truth.is_expired and self.now - truth.last_used >= truth.spec.ttl_s
+        rule(truth.must_go or not truth.spec.pinned, "a pinned model is only stopped when asked to")
         rule(truth.must_go or expired or bool(wishes), "nothing is stopped without need")
         truth.phase = Phase.STOPPING
-        self._later(self.now + truth.fate.stop_s, lambda: self._feed(Event("stopped", truth.plan.id)))
+        self._later(self.now + truth.fate.stop_s, lambda: self._feed(Event("stopped", truth.spec.id)))
         why = "unloaded" if truth.must_go else "expired" if expired else "evicted"
         self.seen[why] += 1
         return truth if why == "evicted" else None
@@ -313,7 +324,7 @@ class World:
                 assert truth is not None
                 truth.load_asked_at = None
                 rule(self._is_hopeless(truth), "nobody is refused who will fit")
-                rule((refusal.code == "no_room") == self._fit([], truth.plan.n_bytes), "a refusal says what is wrong")
+                rule((refusal.code == "no_room") == self._fit([], truth.spec.n_bytes), "a refusal says what is wrong")
 
     def _judge_choice(self, evicted: list[Truth], could_go: list[Truth], n_bytes: int) -> None:
         """As little as possible, and what was used longest ago."""
@@ -324,7 +335,7 @@ class World:
             return self._fit([t for t in {*staying, *evicted} if t not in gone], n_bytes)
 
         self.seen["chosen"] += len(could_go) > len(evicted)
-        age = {truth: (truth.last_used, truth.plan.id) for truth in could_go}
+        age = {truth: (truth.last_used, truth.spec.id) for truth in could_go}
         rule(enough(evicted), "what goes is enough")
         for truth in evicted:
             others = [t for t in evicted if t is not truth]
@@ -344,12 +355,12 @@ class World:
         if event.what == "remove" and event.model in self.models:
             rule(not self.models[event.model].waiting, "nobody waits for what was removed")
         if event.what == "tick":
-            late = [t for t in self.models.values() if t.is_expired and self.now - t.last_used >= t.plan.ttl_s]
+            late = [t for t in self.models.values() if t.is_expired and self.now - t.last_used >= t.spec.ttl_s]
             rule(not late, "what is unused for too long is put to sleep")
         for truth in self.models.values():
             if truth.phase is Phase.ASLEEP and truth.wanted_since is not None and self._is_hopeless(truth):
                 rule(not truth.waiting, "nobody waits for what can never be")
-                status = self.planner.status(truth.plan.id)
+                status = self.planner.status(truth.spec.id)
                 rule(status is not None and status.reason is not None, "a load that cannot be has a reason")
                 truth.load_asked_at = None
             since = truth.wanted_since
@@ -359,11 +370,11 @@ class World:
         return truth.phase in (Phase.LOADING, Phase.READY) and not truth.must_go
 
     def _is_hopeless(self, truth: Truth) -> bool:
-        pinned = [t for t in self.models.values() if self._stays(t) and t.plan.pinned]
-        return not self._fit(pinned, truth.plan.n_bytes)
+        pinned = [t for t in self.models.values() if self._stays(t) and t.spec.pinned]
+        return not self._fit(pinned, truth.spec.n_bytes)
 
     def _could_go(self) -> list[Truth]:
-        return [t for t in self.models.values() if t.is_unused and not t.must_go and not t.plan.pinned]
+        return [t for t in self.models.values() if t.is_unused and not t.must_go and not t.spec.pinned]
 
     def _fit(self, held: list[Truth], n_bytes: int) -> bool:
         limits, total = self.history.limits, sum(truth.held_bytes for truth in held) + n_bytes

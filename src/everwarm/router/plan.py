@@ -21,9 +21,11 @@ It knows no process, file or clock. The rules:
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
+
+from everwarm.router.catalog.catalog import ModelSpec
 
 _MIB = 1 << 20
 RefusalCode: TypeAlias = Literal["model_not_found", "model_too_large", "no_room", "load_failed"]
@@ -35,16 +37,6 @@ class Phase(enum.Enum):
     READY = "ready"
     DRAINING = "draining"  # its leases continue, new requests wait
     STOPPING = "stopping"  # its memory is not free yet
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPlan:
-    """What planning needs to know of a configured model."""
-
-    id: str
-    n_bytes: int
-    pinned: bool = False
-    ttl_s: float = 0.0  # idle for so long: put to sleep; 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ Effect: TypeAlias = Load | Unload | GrantLease | Refuse
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    plan: ModelPlan
+    spec: ModelSpec
     phase: Phase = Phase.ASLEEP
     held_bytes: int = 0  # what its process counts for
     leases: set[int] = field(default_factory=set)
@@ -124,15 +116,15 @@ class _Model:
     def eviction_order(self) -> tuple[int, float, str]:
         """Idle before draining (so that what was begun is finished) before busy before loading; then by last use."""
         rank = 0 if self.is_idle else (Phase.DRAINING, Phase.READY, Phase.LOADING).index(self.phase) + 1
-        return rank, self.last_used, self.plan.id
+        return rank, self.last_used, self.spec.id
 
 
 class Planner:
     """Each method that takes a time tells the planner what happened then, and returns the effects, in order."""
 
-    def __init__(self, limits: PoolLimits, models: Sequence[ModelPlan]) -> None:
+    def __init__(self, limits: PoolLimits, specs: Iterable[ModelSpec]) -> None:
         self._limits = limits
-        self._models = {plan.id: _Model(plan) for plan in models}
+        self._models = {spec.id: _Model(spec) for spec in specs}
         self._requests: dict[int, _Model] = {}  # the model that a request waits for or borrows
         self._now = 0.0
         self._effects: list[Effect] = []
@@ -149,12 +141,12 @@ class Planner:
         assert self._fit(held, []), "more is in memory than allowed"
         for m in models:
             is_there = m.phase in (Phase.READY, Phase.DRAINING)
-            name = m.plan.id
+            name = m.spec.id
             assert is_there or not m.leases, f"{name} is {m.phase.value} and leased"
             assert m.phase is not Phase.READY or not m.waiting, f"{name} is ready and a request waits for it"
             assert m in held or not (m.must_go or m.held_bytes or m.is_removed), f"{name} sleeps and counts"
             assert not (m.must_go and m.is_idle), f"{name} should have been stopped"
-            assert m.phase is not Phase.DRAINING or m.must_go or not m.plan.pinned, f"{name} is pinned and drains"
+            assert m.phase is not Phase.DRAINING or m.must_go or not m.spec.pinned, f"{name} is pinned and drains"
         pairs = [(request_id, m) for m in models for request_id in (*m.leases, *m.waiting)]
         assert len(pairs) == len(self._requests) and dict(pairs) == self._requests, "a request is lost"
         moves = any(m.leases or m.phase in (Phase.LOADING, Phase.STOPPING) for m in models)
@@ -167,7 +159,7 @@ class Planner:
         assert request_id not in self._requests, f"request {request_id} has its place already"
         self._now = at
         if (model := self._known(id)) is None:
-            names = ", ".join(m.plan.id for m in self._models.values() if not m.is_removed) or "none"
+            names = ", ".join(m.spec.id for m in self._models.values() if not m.is_removed) or "none"
             self._effects.append(Refuse(request_id, "model_not_found", f"there is no model {id!r}; there are: {names}"))
         else:
             self._requests[request_id] = model
@@ -187,7 +179,7 @@ class Planner:
         """Time has passed; once a second is enough."""
         self._now = at
         for model in self._models.values():
-            ttl_s = 0.0 if model.plan.pinned or model.waiting else model.plan.ttl_s
+            ttl_s = 0.0 if model.spec.pinned or model.waiting else model.spec.ttl_s
             if model.is_idle and 0.0 < ttl_s <= at - model.last_used:
                 self._stop(model)
         return self._settled()
@@ -215,11 +207,11 @@ class Planner:
             self._send_away(model)
         return self._settled()
 
-    def add(self, plan: ModelPlan, at: float) -> list[Effect]:
+    def add(self, spec: ModelSpec, at: float) -> list[Effect]:
         """A model appeared or is configured otherwise. A process counts with the size it was loaded with."""
         self._now = at
-        model = self._models.setdefault(plan.id, _Model(plan))
-        model.plan, model.is_removed = plan, False  # a removed one still goes: it runs with the old settings
+        model = self._models.setdefault(spec.id, _Model(spec))
+        model.spec, model.is_removed = spec, False  # a removed one still goes: it runs with the old settings
         return self._settled()
 
     def remove(self, id: str, at: float) -> list[Effect]:
@@ -308,9 +300,9 @@ class Planner:
             victims = self._victims([*coming, model], going)
             if victims == [] and self._fit(self._held(), [model]):
                 model.phase = Phase.LOADING
-                model.held_bytes = model.plan.n_bytes
+                model.held_bytes = model.spec.n_bytes
                 model.load_requested_at = model.reason = None
-                self._effects.append(Load(model.plan.id))
+                self._effects.append(Load(model.spec.id))
                 continue
             coming.append(model)
             if victims is None:
@@ -331,7 +323,7 @@ class Planner:
             return self._fit([m for m in staying if m not in victims], coming)
 
         chosen: list[_Model] = []
-        for model in sorted((m for m in staying if not m.plan.pinned), key=lambda m: m.eviction_order):
+        for model in sorted((m for m in staying if not m.spec.pinned), key=lambda m: m.eviction_order):
             if not fits_without(chosen):
                 chosen.append(model)
         if not fits_without(chosen):
@@ -344,15 +336,15 @@ class Planner:
     def _refuse_if_hopeless(self, model: _Model) -> bool:
         """Refuses what waits for a model that has no room even if everything stoppable is stopped; returns whether it
         did."""
-        name = model.plan.id
-        pinned = [m for m in self._held() if m.stays and m.plan.pinned]
+        name = model.spec.id
+        pinned = [m for m in self._held() if m.stays and m.spec.pinned]
         if self._fit(pinned, [model]):
             return False
         if self._fit([], [model]):
-            names = ", ".join(m.plan.id for m in pinned)
+            names = ", ".join(m.spec.id for m in pinned)
             self._refuse(model, "no_room", f"there is no room for the model {name!r} beside the pinned ones ({names})")
         else:
-            needed, allowed = (f"{n / _MIB:,.1f} MiB" for n in (model.plan.n_bytes, self._limits.memory_bytes))
+            needed, allowed = (f"{n / _MIB:,.1f} MiB" for n in (model.spec.n_bytes, self._limits.memory_bytes))
             self._refuse(
                 model, "model_too_large", f"the model {name!r} needs {needed}; all together may take {allowed}"
             )
@@ -366,12 +358,12 @@ class Planner:
         return [m for m in self._models.values() if m.phase is not Phase.ASLEEP]
 
     def _fit(self, held: Sequence[_Model], coming: Sequence[_Model]) -> bool:
-        sizes = [m.held_bytes for m in held] + [m.plan.n_bytes for m in coming]
+        sizes = [m.held_bytes for m in held] + [m.spec.n_bytes for m in coming]
         return self._limits.allow(len(sizes), sum(sizes))
 
     def _grant(self, model: _Model) -> None:
         if model.waiting:
-            self._effects += [GrantLease(request_id, model.plan.id) for request_id in model.waiting]
+            self._effects += [GrantLease(request_id, model.spec.id) for request_id in model.waiting]
             model.leases.update(model.waiting)
             model.waiting.clear()
             model.last_used = self._now
@@ -387,7 +379,7 @@ class Planner:
 
     def _stop(self, model: _Model) -> None:
         model.phase = Phase.STOPPING
-        self._effects.append(Unload(model.plan.id))
+        self._effects.append(Unload(model.spec.id))
 
     def _end(self, model: _Model) -> None:
         model.phase = Phase.ASLEEP

@@ -21,7 +21,7 @@ from everwarm.engine.process.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, NotFound
 from everwarm.router import plan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
-from everwarm.router.plan import ModelPlan, ModelStatus, Phase, Planner, PoolLimits
+from everwarm.router.plan import ModelStatus, Phase, Planner, PoolLimits
 from everwarm.router.supervise.restart_policy import RestartLimits
 from everwarm.router.supervise.supervisor import State, Supervisor
 
@@ -119,7 +119,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.catalog = self.read_catalog()
-        self._planner = Planner(self.limits, [_planned(spec) for spec in self.catalog.specs.values()])
+        self._planner = Planner(self.limits, self.catalog.specs.values())
         self._served = {spec.id: self._new(spec) for spec in self.catalog.specs.values()}
 
     def _new(self, spec: ModelSpec) -> Served:
@@ -255,7 +255,7 @@ class Pool:
             self._renew(id)
         else:
             self._act(self._planner.request_unload(id, time.monotonic()))  # requests that wait for it get the new one
-        self._act(self._planner.add(_planned(spec), time.monotonic()))
+        self._act(self._planner.add(spec, time.monotonic()))
 
     def _renew(self, id: str) -> None:
         """Replace a stopped model by what the catalog has now; its old RAM tier is useless."""
@@ -367,10 +367,6 @@ class Pool:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _planned(spec: ModelSpec) -> ModelPlan:
-    return ModelPlan(spec.id, spec.n_bytes, spec.pinned, spec.ttl_s)
 
 
 def _without_paths(reason: str, spec: ModelSpec) -> str:
