@@ -169,7 +169,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         unverified=Unverified(cache.restorer),
         queue=queue,
         admission=admission,
-        starter=Starter(context, residents.slots, cache, admission, counts, settings.idle_cells, settings.n_ubatch),
+        starter=Starter(context, residents.slots, cache, admission, counts, settings.n_ubatch),
         planner=_planner(opened, residents.slots, speed),
         speculator=speculator,
         keeper=Keeper(cache.checkpointer, cache.returns, cache.offload, prewarm, counts, finish_prefill_s),
@@ -201,7 +201,18 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     policy = _restore_policy(settings)
     loader = Loader(tiers, context, tree, checkpointer, ram, speed, policy, most, tier_writer.stores)
     budget.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
-    room = DeviceRoom(context, residents, checkpointer, writer, budget, returns, speed, loader.disk_s, tier_writer)
+    room = DeviceRoom(
+        context,
+        residents,
+        checkpointer,
+        writer,
+        budget,
+        returns,
+        speed,
+        loader.disk_s,
+        tier_writer,
+        settings.idle_cells,
+    )
     return PrefixCache(
         tree=tree,
         residents=residents,

@@ -34,9 +34,10 @@ class DeviceRoom:
         speed: Speed,
         disk_s: Callable[[int], float],
         tier_writer: TierWriter,
+        idle_cells: int,
     ) -> None:
         """``disk_s``: how long it takes to load so many bytes from the disk. ``tier_writer`` is offered every slot that is
-        about to be emptied and was not offered yet."""
+        about to be emptied and was not offered yet. ``idle_cells``: of idle conversations, for each running request."""
         self._context = context
         self._residents = residents
         self._checkpointer = checkpointer
@@ -46,6 +47,8 @@ class DeviceRoom:
         self._speed = speed
         self._disk_s = disk_s
         self._tier_writer = tier_writer
+        self._idle_cells = idle_cells
+        self._has_idle_to_move = False
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
         """Empty spares and idle slots until ``n_cells`` are free. False: running requests hold too many."""
@@ -63,25 +66,40 @@ class DeviceRoom:
                 self.vacate(slot)
         return cells.free >= n_cells
 
-    def limit_idle(self, n_cells_each: int) -> None:
-        """Limits the cells of idle conversations per running request: attention runs over idle cells, too. What has no
-        other place stays: RAM has no room for it, and there is no disk, or loading would take too long."""
+    def limit_idle(self) -> None:
+        """Limits the cells of idle conversations for each running request: attention runs over idle cells, too. What has
+        no other place stays: RAM has no room for it, and there is no disk, or loading would take too long."""
+        while self._move_one_out():
+            pass
+        self._has_idle_to_move = False
+
+    def limit_idle_later(self) -> None:
+        """The same in pieces, after the next steps: a request that has just come back need not wait for it."""
+        self._has_idle_to_move = True
+
+    def limit_idle_piece(self) -> None:
+        """Moves at most one sequence out, if ``limit_idle_later`` was called and more than the limit are idle."""
+        self._has_idle_to_move = self._has_idle_to_move and self._move_one_out()
+
+    def _move_one_out(self) -> bool:
+        """False: no more have to leave, or nothing runs any more."""
         if not self._context.kind.has_attention:
-            return
+            return False
         cells = self._context.cells
         running = [slot for slot in self._residents.slots if not slot.is_idle]
+        most = cells.used_by(slot.seq for slot in running) + self._idle_cells * len(running)
+        if not running or cells.used <= most:
+            return False
         own = {id(node) for slot in running for node in slot.node.lineage()}
-        most = cells.used_by(slot.seq for slot in running) + n_cells_each * len(running)
         for spare, node in self._parked_by_age():
-            if cells.used <= most:
-                return
             if id(node) not in own and self._has_other_place(spare, self._writer.parked_bytes(spare, node)):
                 self._checkpointer.move_out(spare)
+                return True
         for slot in self._idle_by_worth():
-            if cells.used <= most:
-                return
             if self._has_other_place(slot.seq, self._writer.unsaved_bytes(slot)):
                 self.vacate(slot)
+                return True
+        return False
 
     def _has_other_place(self, seq: SeqId, unsaved_bytes: int) -> bool:
         """Whether a sequence may leave the device; ``unsaved_bytes``: what RAM would have to take of it."""
