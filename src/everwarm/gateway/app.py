@@ -25,13 +25,13 @@ from everwarm.gateway.admin.metrics import LoopLag, Metrics
 from everwarm.gateway.admin.models import Models
 from everwarm.gateway.admin.request_log import RequestLog, log_request
 from everwarm.gateway.admin.status import Status
-from everwarm.gateway.admin.traces import traces_to
+from everwarm.gateway.admin.traces import send_traces
 from everwarm.gateway.admin.web_ui import web_ui_routes
 from everwarm.gateway.anthropic.routes import Anthropic
 from everwarm.gateway.embeddings import Embeddings
 from everwarm.gateway.http.request_body import BodyReader
 from everwarm.gateway.http.sse import ClientGone
-from everwarm.gateway.images.image_download import RemotePolicy
+from everwarm.gateway.images.image_download import ImageDownloader
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.routes import LlamaServer
 from everwarm.gateway.ollama.models import DerivedModels, Pulls
@@ -68,7 +68,7 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     lag = LoopLag(metrics.lagged)
     limits = AdmissionLimits(settings, lambda: pool.backlogs())
     bodies = BodyReader(BODIES_AT_ONCE * settings.max_body_bytes)
-    images = ImageLoader(IMAGES, RemotePolicy(settings.picture_hosts) if settings.picture_hosts else None)
+    images = ImageLoader(IMAGES, ImageDownloader(settings.picture_hosts) if settings.picture_hosts else None)
     store, remembered = ResponseStore(settings.state_dir), ReplyStore(settings.state_dir)
     prewarmer = NextTurnPrewarmer(limits, is_on=settings.prewarm)
     gate = RequestGate(pool, limits, bodies, settings.request_timeout_s or None, settings.strict)
@@ -79,8 +79,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
     cache = CacheApi(pool, gate, request_log, prewarmer, store, remembered, volatile, settings, background.discard)
     pulls = Pulls(pool, allowed=settings.allow_pull)
     access = settings.access()
-    traces = traces_to(settings.otel_endpoint) if settings.otel_endpoint else None
-    request_log.ended = [log_request, *([] if traces is None else [traces.ended])]
+    request_log.ended.append(log_request)
+    end_traces = send_traces(settings.otel_endpoint, request_log) if settings.otel_endpoint else None
     routes = [
         *(web_ui_routes(gate) if settings.web_ui else ()),
         *Status(pool, metrics, lag, shows_metrics=settings.shows_metrics).routes(),
@@ -107,8 +107,8 @@ def build_gateway(pool: Pool, settings: ServerSettings) -> Gateway:
         await asyncio.gather(background.close(), images.close())
         for each in (bodies, store, remembered, pulls):
             each.close()
-        if traces is not None:
-            await asyncio.to_thread(traces.close)
+        if end_traces is not None:
+            await asyncio.to_thread(end_traces)
 
     lifespan = _lifespan(pool, settings, lag, drain)
     app = Starlette(routes=with_roles(routes), lifespan=lifespan, exception_handlers=_handlers())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from everwarm.errors import BadRequest
-from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy, is_public, read_address
+from everwarm.gateway.images.image_download import ImageDownloader, is_public, read_address
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from support.image_files import png
 
@@ -43,7 +43,7 @@ class Site:
         **policy: Any,
     ) -> ImageDownloader:
         settings = {"allowed_hosts": (f"img.example.com:{self.port}",), "https_only": False, "timeout_s": 5.0} | policy
-        return ImageDownloader(RemotePolicy(**settings), resolve=self.resolve, may_connect=may_connect, tls=tls)
+        return ImageDownloader(**settings, resolve=self.resolve, may_connect=may_connect, tls=tls)
 
     def url(self, path: str = "/a.png", scheme: str = "http") -> str:
         return f"{scheme}://img.example.com:{self.port}{path}"
@@ -230,7 +230,7 @@ def test_a_name_that_is_never_found_is_left_in_time() -> None:
         await asyncio.sleep(60)
         return []
 
-    fetcher = ImageDownloader(RemotePolicy(("img.example.com",), timeout_s=0.1), resolve=never)
+    fetcher = ImageDownloader(("img.example.com",), timeout_s=0.1, resolve=never)
     with pytest.raises(BadRequest, match="longer than"):
         asyncio.run(fetcher.fetch("https://img.example.com/"))
 
@@ -283,7 +283,7 @@ def test_names_are_looked_up_by_the_system() -> None:
             found.add(ip)
             return is_public(ip)
 
-        fetcher = ImageDownloader(RemotePolicy(("localhost",), https_only=False), may_connect=note)
+        fetcher = ImageDownloader(("localhost",), https_only=False, may_connect=note)
         with pytest.raises(BadRequest, match="no public address"):
             await fetcher.fetch("http://localhost/")
         fetcher.close()
@@ -378,12 +378,12 @@ def test_an_address_is_read_once_for_everything(url: str, host: str, port: int, 
 def test_addresses_that_anybody_could_read_otherwise_are_refused(url: str) -> None:
     allowed = ("img.example.com", "127.0.0.1", "[::1]", "10.0.0.1")
     with pytest.raises(BadRequest) as caught:
-        asyncio.run(ImageDownloader(RemotePolicy(allowed), may_connect=lambda _: False).fetch(url))
+        asyncio.run(ImageDownloader(allowed, may_connect=lambda _: False).fetch(url))
     assert "cannot be fetched" in str(caught.value) or "no public address" in str(caught.value)
 
 
 def test_hosts_and_ports_that_were_not_named_are_refused() -> None:
-    fetcher = ImageDownloader(RemotePolicy(("img.example.com",)))
+    fetcher = ImageDownloader(("img.example.com",))
     for host in (
         "example.com",
         "a.img.example.com",
@@ -397,7 +397,7 @@ def test_hosts_and_ports_that_were_not_named_are_refused() -> None:
 
 def test_plain_http_is_refused_unless_it_is_allowed() -> None:
     with pytest.raises(BadRequest, match="https only"):
-        asyncio.run(ImageDownloader(RemotePolicy(("img.example.com",))).fetch("http://img.example.com/"))
+        asyncio.run(ImageDownloader(("img.example.com",)).fetch("http://img.example.com/"))
 
 
 @pytest.mark.parametrize(
@@ -406,4 +406,4 @@ def test_plain_http_is_refused_unless_it_is_allowed() -> None:
 )
 def test_a_policy_is_checked(hosts: tuple[str, ...]) -> None:
     with pytest.raises(BadRequest, match="allowed for images"):
-        RemotePolicy(hosts)
+        ImageDownloader(hosts)

@@ -4,24 +4,19 @@ traces are enabled; errors of a collector never affect a request."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from everwarm import __version__
 from everwarm.errors import EverwarmError
-from everwarm.gateway.admin.request_log import RequestRecord
+from everwarm.gateway.admin.request_log import RequestLog, RequestRecord
 
 PATH = "/v1/traces"
 
 
-@dataclass(frozen=True, slots=True)
-class Traces:
-    ended: Callable[[RequestRecord], None]
-    close: Callable[[], None]
-
-
-def traces_to(endpoint: str) -> Traces:
-    """Sends spans to this collector (OTLP over HTTP), in batches, from a separate thread."""
+def send_traces(endpoint: str, request_log: RequestLog) -> Callable[[], None]:
+    """Sends what ends in the log to this collector (OTLP over HTTP), in batches, from a separate thread. Returns what sends
+    the rest and ends that."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -34,7 +29,8 @@ def traces_to(endpoint: str) -> Traces:
     provider = TracerProvider(resource=Resource.create(about), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
     tracer = provider.get_tracer("everwarm", __version__)
-    return Traces(lambda row: _export(tracer, row), provider.shutdown)
+    request_log.ended.append(partial(_export, tracer))
+    return provider.shutdown
 
 
 def _export(tracer: Any, row: RequestRecord) -> None:

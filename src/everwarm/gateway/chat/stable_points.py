@@ -101,30 +101,31 @@ def common_prefix(a: str, b: str) -> int:
 # likely next turns
 
 
-@dataclass(frozen=True, slots=True)
-class Next:
-    """A possible next turn: ``messages`` replace the last ``n_changed`` messages."""
-
-    messages: tuple[Message, ...]
-    n_changed: int = 0
-
-    def after(self, messages: Sequence[Message]) -> list[Message]:
-        return [*messages[: len(messages) - self.n_changed], *self.messages]
+NextTurn = Callable[[Sequence[Message]], list[Message]]  # from a conversation to the one with a possible next turn
 
 
-def likely_next(messages: Sequence[Message], *, with_tools: bool) -> list[Next]:
+def _followed_by(*turn: Message) -> NextTurn:
+    return lambda messages: [*messages, *turn]
+
+
+def _continued_with(*turn: Message) -> NextTurn:
+    """The model goes on with the last message."""
+    return lambda messages: [*messages[:-1], with_text_at(messages[-1], None, WORDS[0]), *turn]
+
+
+def likely_next(messages: Sequence[Message], *, with_tools: bool) -> list[NextTurn]:
     """A reply and another question; with tools also a call and its result; thinking sent back or not."""
     replies = [_reply(), _reply(reasoning_content=WORDS[0])]
     user = _user(WORDS[0])
-    found = [Next((reply, user)) for reply in replies]
+    found = [_followed_by(reply, user) for reply in replies]
     last = messages[-1] if messages else {}
     if last.get("role") == "assistant":
-        found.append(Next((with_text_at(last, None, WORDS[0]), user), n_changed=1))  # the model continues it
+        found.append(_continued_with(user))
         if last.get("tool_calls"):
-            found.append(Next(tuple(results_of(last, WORDS[0]))))
+            found.append(_followed_by(*results_of(last, WORDS[0])))
     if with_tools:
         calls = [{**reply, "content": "", "tool_calls": [_CALL]} for reply in replies]
-        found += [Next((call, *results_of(call, WORDS[0]))) for call in calls]
+        found += [_followed_by(call, *results_of(call, WORDS[0])) for call in calls]
     return found
 
 
@@ -161,23 +162,23 @@ def stable_points(
     likely = likely_next(messages, with_tools=with_tools)
     shared = list(_shared(layout, messages, quote, likely, render))
     if all(n is None for n in shared):
-        shared = list(_shared(layout, messages, quote, [Next((_reply(),))], render))
+        shared = list(_shared(layout, messages, quote, [_followed_by(_reply())], render))
     return tuple(sorted({min(n, end) for n in shared if n}))
 
 
 def _shared(
-    layout: Layout, messages: Sequence[Message], quote: Quote | None, likely: Sequence[Next], render: Render
+    layout: Layout, messages: Sequence[Message], quote: Quote | None, likely: Sequence[NextTurn], render: Render
 ) -> Iterator[int | None]:
     """How much of this text each of the next turns shares; None: the template refuses it."""
     is_faithful = False
     for turn in likely:
-        found = None if quote is None else quote.shared_with(render(turn.after(quote.messages)))
+        found = None if quote is None else quote.shared_with(render(turn(quote.messages)))
         if quote is not None and found is not None and found < quote.end and not is_faithful:
             is_faithful = quote.is_faithful(render)
             if not is_faithful:
                 quote = found = None
         if found is None:
-            text = render(turn.after(messages))
+            text = render(turn(messages))
             found = None if text is None else common_prefix(layout.text, text)
         yield found
 

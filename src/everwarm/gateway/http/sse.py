@@ -49,8 +49,9 @@ def sse_loading(model: str, loaded: float) -> bytes:
 
 
 class EventStream(Response):
-    """Streams server-sent events, or lines, inside ``admitted``. An error before the first frame keeps its own status code.
-    When the client disconnects, ``frames`` is closed at once, even while it waits."""
+    """Streams server-sent events, or lines, inside ``admitted``. The response starts with its first frame or after
+    ``PATIENCE_S``: an error before that keeps its own status code. A keep-alive frame is sent after every ``KEEP_ALIVE_S``
+    without a frame. When the client disconnects, ``frames`` is closed at once, even while it waits."""
 
     def __init__(
         self,
@@ -69,25 +70,42 @@ class EventStream(Response):
         self._error_frame = error_frame
         self._limit_s = limit_s
         self._keep_alive_frame = keep_alive_frame
+        self._sent_at = time.monotonic()
+        self._is_open = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         with self._admitted as place, contextlib.suppress(ClientGone):
             await unless_gone(receive, self._stream(send if place is None else _recording(place, send)))
 
     async def _stream(self, send: Send) -> None:
-        opening = _Opening(send, self.raw_headers, self._keep_alive_frame)
-        idle = asyncio.create_task(opening.keep_alive())
+        idle = asyncio.create_task(self._keep_alive(send))
         try:
             async with within(self._limit_s), contextlib.aclosing(self._frames):
                 async for frame in self._frames:
-                    await opening.send(frame)
+                    await self._send(send, frame)
         except EverwarmError as error:
-            if not opening.is_open:
+            if not self._is_open:
                 raise
-            await opening.send(self._error_frame(error))
+            await self._send(send, self._error_frame(error))
         finally:
             idle.cancel()
-        await opening.close()
+        if not self._is_open:
+            await self._send(send, b"")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, frame: bytes) -> None:
+        self._sent_at = time.monotonic()
+        if not self._is_open:
+            self._is_open = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        await asyncio.sleep(PATIENCE_S)
+        while True:
+            if not self._is_open or time.monotonic() - self._sent_at > KEEP_ALIVE_S:
+                await self._send(send, self._keep_alive_frame)
+            await asyncio.sleep(KEEP_ALIVE_S / 4)
 
 
 def _recording(place: AdmittedRequest, send: Send) -> Send:
@@ -101,37 +119,6 @@ def _recording(place: AdmittedRequest, send: Send) -> Send:
             place.note_sent()
 
     return recorded
-
-
-class _Opening:
-    """A response that starts with its first frame or after ``PATIENCE_S``, and sends a keep-alive frame after every
-    ``KEEP_ALIVE_S`` without a frame."""
-
-    def __init__(self, send: Send, headers: list[tuple[bytes, bytes]], keep_alive_frame: bytes) -> None:
-        self._send = send
-        self._headers = headers
-        self._keep_alive_frame = keep_alive_frame
-        self._sent_at = time.monotonic()
-        self.is_open = False
-
-    async def send(self, frame: bytes) -> None:
-        self._sent_at = time.monotonic()
-        if not self.is_open:
-            self.is_open = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": self._headers})
-        await self._send({"type": "http.response.body", "body": frame, "more_body": True})
-
-    async def keep_alive(self) -> None:
-        await asyncio.sleep(PATIENCE_S)
-        while True:
-            if not self.is_open or time.monotonic() - self._sent_at > KEEP_ALIVE_S:
-                await self.send(self._keep_alive_frame)
-            await asyncio.sleep(KEEP_ALIVE_S / 4)
-
-    async def close(self) -> None:
-        if not self.is_open:
-            await self.send(b"")
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @contextlib.asynccontextmanager

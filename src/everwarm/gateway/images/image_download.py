@@ -62,29 +62,6 @@ def is_public(address: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RemotePolicy:
-    """``allowed_hosts``: exact names, each with its port unless that is the default."""
-
-    allowed_hosts: tuple[str, ...]
-    max_bytes: int = 20 << 20
-    timeout_s: float = 10.0  # in total, from name resolution to the last byte
-    https_only: bool = True
-
-    def __post_init__(self) -> None:
-        require(bool(self.allowed_hosts), "no host is allowed for images: name one, or leave fetching off")
-        for name in self.allowed_hosts:
-            found = _NAME.fullmatch(name)
-            right = (
-                found is not None
-                and _is_host(found["host"])
-                and (not found["port"] or 0 < int(found["port"]) < 1 << 16)
-            )
-            require(right, f"{name!r} cannot be allowed for images; give a name in lower case, like img.example.com")
-        require(self.max_bytes >= 1024, f"max_bytes of remote images is {self.max_bytes}; give at least 1024")
-        require(self.timeout_s > 0, f"timeout_s of remote images is {self.timeout_s}; give more than 0")
-
-
-@dataclass(frozen=True, slots=True)
 class Address:
     """A parsed URL; nothing parses the text again."""
 
@@ -135,18 +112,28 @@ def _is_host(host: str) -> bool:
 
 
 class ImageDownloader:
-    """``resolve``, ``may_connect`` and ``tls`` are for tests: how names are resolved, which addresses count as public, and
-    which certificates are trusted."""
+    """``allowed_hosts``: exact names, each with its port unless that is the default; ``timeout_s``: in total, from name
+    resolution to the last byte. ``resolve``, ``may_connect`` and ``tls`` are for tests: how names are resolved, which
+    addresses count as public, and which certificates are trusted."""
 
     def __init__(
         self,
-        policy: RemotePolicy,
+        allowed_hosts: tuple[str, ...],
         *,
+        max_bytes: int = 20 << 20,
+        timeout_s: float = 10.0,
+        https_only: bool = True,
         resolve: Resolve | None = None,
         may_connect: Callable[[str], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.policy = policy
+        _check_hosts(allowed_hosts)
+        require(max_bytes >= 1024, f"max_bytes of remote images is {max_bytes}; give at least 1024")
+        require(timeout_s > 0, f"timeout_s of remote images is {timeout_s}; give more than 0")
+        self._allowed_hosts = frozenset(allowed_hosts)
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._https_only = https_only
         self._threads = ThreadPoolExecutor(_N_RESOLVING, "everwarm-names")  # a slow name server delays only downloads
         self._resolve = resolve or self._look_up
         self._may_connect = may_connect
@@ -158,7 +145,7 @@ class ImageDownloader:
     async def fetch(self, url: str) -> bytes:
         address = read_address(url)
         self._check_allowed(address)
-        limit_s = self.policy.timeout_s
+        limit_s = self._timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 reader, writer = await self._connected(address)
@@ -174,9 +161,9 @@ class ImageDownloader:
             raise _failed(address, "it cannot be reached") from None
 
     def _check_allowed(self, address: Address) -> None:
-        if self.policy.https_only and address.scheme != "https":
+        if self._https_only and address.scheme != "https":
             raise BadRequest(f"images are fetched by https only: give an https address, or {_INSTEAD}")
-        if not {address.authority, address.with_port} & set(self.policy.allowed_hosts):
+        if not {address.authority, address.with_port} & self._allowed_hosts:
             raise BadRequest(f"images are not fetched from {address.authority[:80]!r}, it is not allowed: {_INSTEAD}")
 
     # connecting
@@ -215,12 +202,22 @@ class ImageDownloader:
             "Accept: image/png, image/jpeg, image/webp, image/gif\r\nAccept-Encoding: identity\r\n"
             "Connection: close\r\n\r\n".encode("ascii")
         )
-        answer = _Answer(self.policy.max_bytes)
+        answer = _Answer(self._max_bytes)
         while not answer.is_over:
             answer.feed(await reader.read(_READ_BYTES))
         if answer.wrong is not None:
             raise _failed(address, answer.wrong)
         return bytes(answer.body)
+
+
+def _check_hosts(names: tuple[str, ...]) -> None:
+    require(bool(names), "no host is allowed for images: name one, or leave fetching off")
+    for name in names:
+        found = _NAME.fullmatch(name)
+        right = (
+            found is not None and _is_host(found["host"]) and (not found["port"] or 0 < int(found["port"]) < 1 << 16)
+        )
+        require(right, f"{name!r} cannot be allowed for images; give a name in lower case, like img.example.com")
 
 
 class _Answer:

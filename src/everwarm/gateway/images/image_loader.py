@@ -40,7 +40,7 @@ import msgspec
 
 from everwarm.config import require
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, Overloaded
-from everwarm.gateway.images.image_download import ImageDownloader, RemotePolicy
+from everwarm.gateway.images.image_download import ImageDownloader
 from everwarm.lru import NamespacedLru
 from everwarm.sound_files import SAMPLE_RATE, is_sound
 
@@ -124,15 +124,10 @@ DecodedMedia = DecodedImage | DecodedSound
 class ImageLoader:
     """Owned by one event loop. Children start on demand and end with ``close``, or with this process."""
 
-    def __init__(
-        self,
-        limits: ImageLimits | None = None,
-        remote: RemotePolicy | None = None,
-        *,
-        fetcher: ImageDownloader | None = None,
-    ) -> None:
+    def __init__(self, limits: ImageLimits | None = None, fetcher: ImageDownloader | None = None) -> None:
+        """``fetcher``: None: images come with their requests."""
         self.limits = limits or ImageLimits()
-        self._fetcher = fetcher or (ImageDownloader(remote) if remote else None)
+        self._fetcher = fetcher
         self.decoding = Gate(self.limits.n_children, self.limits.max_waiting)
         self._fetching = Gate(_N_FETCHES, self.limits.max_waiting)
         self._threads = ThreadPoolExecutor(self.limits.n_children, "everwarm-images")
