@@ -11,7 +11,7 @@ import pytest
 from everwarm.engine.core import Core
 from everwarm.engine.loop import Loop
 from everwarm.engine.process import messages as m
-from everwarm.engine.process import worker
+from everwarm.engine.process import request_handler, worker
 from everwarm.engine.process.request_handler import RequestHandler
 from support.drive import drain, open_core, submit, text, tidy
 
@@ -184,3 +184,32 @@ def test_what_a_job_posts_waits_for_a_step():
         loop.post(again)
         loop.run()
         assert len(set(n_decodes)) == len(n_decodes) == 5
+
+
+@pytest.mark.parametrize("computes_aside", [False, True])
+def test_tokens_are_sent_while_a_gpu_computes_the_next_step(monkeypatch, computes_aside):
+    monkeypatch.setattr(request_handler, "GATHER_S", 0.0)
+    with open_core() as core:
+        core.computes_aside = computes_aside
+        wire = Wire()
+        handler = RequestHandler(core, wire.send)
+        loop = Loop(core, handler.deliver, meanwhile=handler.send_due)
+        n_sent: list[int] = []
+        decode = core.context.decode
+
+        def counting(feeds) -> None:
+            n_sent.append(sum(len(frame.tokens) for frame in wire.frames if isinstance(frame, m.TextPiece)))
+            decode(feeds)
+
+        monkeypatch.setattr(core.context, "decode", counting)
+        handler.handle(m.Submit(1, text="one two three", max_tokens=8, ignore_eos=True), loop)
+        thread = threading.Thread(target=loop.run, daemon=True)
+        thread.start()
+        wire.wait_for(m.Done)
+        loop.stop()
+        thread.join()
+    writing = n_sent[-7:]  # each of these steps continues from one more token
+    assert writing == ([1, 1, 2, 3, 4, 5, 6] if computes_aside else [1, 2, 3, 4, 5, 6, 7])
+    pieces = [frame for frame in wire.frames if isinstance(frame, m.TextPiece)]
+    assert sum(len(piece.tokens) for piece in pieces) == 8
+    assert isinstance(wire.frames[-1], m.Done) and wire.frames[-1].n_reply == 8

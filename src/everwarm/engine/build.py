@@ -176,6 +176,7 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         prewarm=prewarm,
         speed=speed,
         counts=counts,
+        computes_aside=is_on_gpu(context.model),
     )
 
 

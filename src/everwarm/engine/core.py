@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,6 +91,7 @@ class Core:
     # what is learned on the way
     speed: Speed
     counts: RequestStats
+    computes_aside: bool  # on a GPU: decoding returns before its results are there
     stall: StallWatch = field(default_factory=StallWatch)
     has_cancelled: bool = False  # a request was cancelled since the last step
     is_encoding: bool = False  # the last step encoded a window of a sound, and more follow
@@ -250,18 +251,18 @@ class Core:
 
     # the step
 
-    def step(self) -> list[Event]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Event]:
         """Runs one step. Call ``keep_ends`` next, once the events are sent: it keeps the prompt ends that the step
-        reached."""
+        reached. ``meanwhile`` is called while a GPU computes; it must not touch the core."""
         self.keep_ends()
         events: list[Event] = []
-        if self._step(events):
+        if self._step(events, meanwhile):
             self._watch_stall(events)
         if self.is_status_old:
             self._publish_status()
         return events
 
-    def _step(self, events: list[Event]) -> bool:
+    def _step(self, events: list[Event], meanwhile: Callable[[], None]) -> bool:
         """False: nothing may be computed now. That does not count as a stall."""
         if self.has_cancelled:
             self._drop_cancelled(events)
@@ -273,7 +274,7 @@ class Core:
             return False
         if self.images is not None:
             self._read_next_image(self.images, events)
-        if not self._decode(events) and self.queue:
+        if not self._decode(events, meanwhile) and self.queue:
             self.admission.wait_for_disk(DISK_WAIT_S)
         return True
 
@@ -296,7 +297,7 @@ class Core:
         self.status_due_at = now + STATUS_S
         self.is_status_old = False
 
-    def _decode(self, events: list[Event]) -> bool:
+    def _decode(self, events: list[Event], meanwhile: Callable[[], None]) -> bool:
         """Decode what is planned. Younger requests are suspended until something fits, so a step with a running request
         never ends in vain. False: no request has text to read or to write."""
         may_draft = True
@@ -318,6 +319,8 @@ class Core:
                 self.speculator.end()
                 self._start_over([self.slots[grant.slot] for grant in grants], error, events)
                 return True
+            if self.computes_aside:
+                meanwhile()
             self._learn_cost(worked, grants, feeds)
             seconds = time.monotonic() - started
             self._commit(feeds, drafts, events)

@@ -22,8 +22,12 @@ Deliver = Callable[[list[Event]], None]
 
 
 class Loop:
-    def __init__(self, core: Core, deliver: Deliver, rest_s: float = REST_S) -> None:
+    def __init__(
+        self, core: Core, deliver: Deliver, rest_s: float = REST_S, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """``meanwhile``: what to do while a GPU computes a step, without the core."""
         self.core = core
+        self._meanwhile = meanwhile
         self.thread = threading.current_thread()  # ``start`` makes it on the thread that runs it
         self._rest_s = rest_s
         self._deliver = deliver
@@ -54,7 +58,7 @@ class Loop:
         while self._take_jobs():
             if self.core.has_work:
                 self._step_began = time.monotonic()
-                self._deliver(self.core.step())
+                self._deliver(self.core.step(self._meanwhile))
                 self.core.keep_ends()
                 self.core.tidy_overdue()
                 self._step_began = None

@@ -276,10 +276,19 @@ class RequestHandler:
             if reply is not None:
                 self._deliver(event, reply)
         self._slot_commands.go_on()
-        if self._gathering and (time.monotonic() - self._sent_at >= GATHER_S or self._core.is_reading):
+        if self._core.is_reading:
+            self._send_gathered()  # the next step may be a long one
+        elif not (events and self._core.computes_aside and self._core.has_work):
+            self.send_due()
+
+    def send_due(self) -> None:
+        """Sends what was gathered for long enough. On a GPU this is done while it computes the next step."""
+        if time.monotonic() - self._sent_at >= GATHER_S:
             self._send_gathered()
 
     def _send_gathered(self) -> None:
+        if not self._gathering:
+            return
         for reply in list(self._gathering.values()):
             self._send_tokens(reply)
         self._sent_at = time.monotonic()

@@ -266,7 +266,7 @@ def _call_test_hook(core: Core) -> None:
 
 def _serve(core: Core, wire: Wire, pulse: Pulse) -> None:
     handler = RequestHandler(core, wire.send)
-    loop = Loop(core, handler.deliver)
+    loop = Loop(core, handler.deliver, meanwhile=handler.send_due)
     pulse.watch(loop, core.files, core.cache.tiers)
     threading.Thread(target=_read_all, args=(wire, loop, handler), name="everwarm-reader", daemon=True).start()
     try:
