@@ -8,14 +8,13 @@ that neither sends nor reads anything for a stated time is cut off. Knows HTTP's
 from __future__ import annotations
 
 import asyncio
-import enum
 import ipaddress
 import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Literal
 
 import httptools
 from uvicorn.config import Config
@@ -56,12 +55,7 @@ def refusal(status: HTTPStatus, message: str) -> bytes:
 INVALID = refusal(HTTPStatus.BAD_REQUEST, "this is not a valid HTTP/1.1 request")
 
 
-class ConnectionPhase(enum.Enum):
-    """What a client is sending."""
-
-    NOTHING = 1
-    HEAD = 2
-    BODY = 3
+Sending = Literal["nothing", "head", "body"]  # what a client is sending
 
 
 class ConnectionTable:
@@ -112,7 +106,7 @@ class Connection(HttpToolsProtocol):
         self.address = ""
         self._table = table
         self._is_counted = False
-        self._phase = ConnectionPhase.NOTHING
+        self._sending: Sending = "nothing"
         self._ignores_input = False  # nothing more is parsed: the connection ends after the current answer
         self._wrong: bytes | None = None  # the answer to what cannot be parsed
         self._n_fed = self._n_head = self._n_headers = 0  # bytes fed of this head; bytes and headers found in it
@@ -184,7 +178,7 @@ class Connection(HttpToolsProtocol):
             self._feed(data[at : at + PIECE_BYTES])
 
     def _feed(self, piece: bytes) -> None:
-        before, n_body = self._phase, self._n_body
+        before, n_body = self._sending, self._n_body
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade:  # not supported: the request is answered without it, and is the last one
@@ -196,13 +190,11 @@ class Connection(HttpToolsProtocol):
             if not self._ignores_input:
                 self._refuse(self._wrong or INVALID)
             return
-        if (
-            self._phase is ConnectionPhase.HEAD or self._phase is before is ConnectionPhase.NOTHING
-        ):  # empty lines may stand before a head
+        if self._sending == "head" or self._sending == before == "nothing":  # empty lines may stand before a head
             self._n_fed += len(piece)
             if self._n_fed > self.limits.max_head_bytes + PIECE_BYTES:
                 self._refuse(self._too_long())
-        elif self._phase is before is ConnectionPhase.BODY:
+        elif self._sending == before == "body":
             n_new = self._n_body - n_body
             self._n_framing += len(piece) - n_new
             self._n_silent = 0 if n_new else self._n_silent + len(piece)
@@ -214,7 +206,7 @@ class Connection(HttpToolsProtocol):
                 self._refuse(refusal(HTTPStatus.BAD_REQUEST, message))
 
     def _too_long(self) -> bytes:
-        if self._phase is ConnectionPhase.HEAD and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
+        if self._sending == "head" and not self._n_headers and len(self.url) > self.limits.max_url_bytes:
             most = f"the address of a request may have {self.limits.max_url_bytes:,} bytes"
             return refusal(HTTPStatus.REQUEST_URI_TOO_LONG, most)
         most = f"a request may have {self.limits.max_headers} headers of {self.limits.max_head_bytes:,} bytes together"
@@ -225,7 +217,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["state"]["abort"] = self.cut_off
-        self._phase = ConnectionPhase.HEAD
+        self._sending = "head"
         self._n_fed = self._n_head = self._n_headers = 0
         self._n_body = self._n_framing = self._n_silent = self._n_body_before = 0
         if not self._is_answering:
@@ -241,7 +233,7 @@ class Connection(HttpToolsProtocol):
         self._n_head += len(name) + len(value) + 4
         if self._n_headers > self.limits.max_headers or self._n_head > self.limits.max_head_bytes:
             self._stop_parsing(self._too_long())
-        if self._phase is ConnectionPhase.HEAD:  # trailers do not change the headers
+        if self._sending == "head":  # trailers do not change the headers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -249,7 +241,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive = False
             self._ignores_input = True
             self._stop_parsing(INVALID)
-        self._phase = ConnectionPhase.BODY
+        self._sending = "body"
         self._table.add_idle(self)  # it counts as idle until its body is complete
         self._await_client(self.limits.client_timeout_s, self._body_is_late)
         super().on_headers_complete()
@@ -261,7 +253,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._phase = ConnectionPhase.NOTHING
+        self._sending = "nothing"
         self._n_fed = 0
         self._stop_reading_timer()
         super().on_message_complete()
@@ -272,7 +264,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._is_counted:
             self._table.add_idle(self)
-        if self._phase is ConnectionPhase.HEAD:
+        if self._sending == "head":
             self._await_client(self.limits.head_timeout_s, self._head_is_late)
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self.pause_writing()
@@ -292,7 +284,7 @@ class Connection(HttpToolsProtocol):
         self._read_timer = self.loop.call_later(limit_s, late)
 
     def _head_is_late(self) -> None:
-        if self._phase is ConnectionPhase.NOTHING:
+        if self._sending == "nothing":
             return self.cut_off()
         limit_s = self.limits.head_timeout_s
         return self._refuse(refusal(HTTPStatus.REQUEST_TIMEOUT, f"the headers took longer than {limit_s:g} s"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -73,11 +74,8 @@ def detect_reasoning(template_source: str, prompt_tail: str) -> ReasoningStyle |
     return None
 
 
-class _State(enum.Enum):
-    OPENING = "opening"  # the next thing may be the opening tag
-    THINKING = "thinking"
-    CLOSED = "closed"  # only whitespace came after the closing tag
-    ANSWERING = "answering"
+# opening: the next thing may be the opening tag; closed: only whitespace came after the closing tag
+_State = Literal["opening", "thinking", "closed", "answering"]
 
 
 class ReasoningParser:
@@ -87,12 +85,12 @@ class ReasoningParser:
 
     def __init__(self, style: ReasoningStyle) -> None:
         self._style = style
-        self._state = _State.OPENING
+        self._state: _State = "opening"
         self._tail = ""  # may be the beginning of a tag
         self._spaces: list[str] = []  # dropped if a tag comes next
         self._has_thought = style.begins is Begins.WITHIN
         if self._has_thought:
-            self._state = _State.THINKING
+            self._state = "thinking"
 
     def feed(self, text: str) -> list[Text | Reasoning]:
         return self._read(text, final=False)
@@ -105,14 +103,14 @@ class ReasoningParser:
         if self._tail:
             text, self._tail = self._tail + text, ""
         events: list[Text | Reasoning] = []
-        if self._state is _State.OPENING:
+        if self._state == "opening":
             text = self._open(text, final=final)
-        if self._state is _State.THINKING:
+        if self._state == "thinking":
             text = self._think(text, events, final=final)
-        if self._state is _State.CLOSED:
+        if self._state == "closed":
             text = text.lstrip()
-            self._state = _State.ANSWERING if text else _State.CLOSED
-        if self._state is _State.ANSWERING and (text or self._spaces):
+            self._state = "answering" if text else "closed"
+        if self._state == "answering" and (text or self._spaces):
             events.append(Text("".join((*self._spaces, text))))
             self._spaces.clear()
         return events
@@ -125,12 +123,12 @@ class ReasoningParser:
             self._spaces.append(text[: len(text) - len(rest)])
         if rest.startswith(style.opening):
             self._spaces.clear()
-            self._state = _State.THINKING
+            self._state = "thinking"
             return rest[len(style.opening) :]
         if style.opening.startswith(rest) and not final:
             self._tail = rest
             return ""
-        self._state = _State.THINKING if style.begins is Begins.INSIDE else _State.ANSWERING
+        self._state = "thinking" if style.begins is Begins.INSIDE else "answering"
         return rest
 
     def _think(self, text: str, events: list[Text | Reasoning], *, final: bool) -> str:
@@ -139,7 +137,7 @@ class ReasoningParser:
         if at >= 0:
             self._thought(text[:at], events)
             self._spaces.clear()
-            self._state = _State.CLOSED
+            self._state = "closed"
             return text[at + len(closing) :]
         n_certain = len(text) if final else len(text) - _n_begun(text, closing)
         self._thought(text[:n_certain], events)
