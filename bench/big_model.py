@@ -65,14 +65,12 @@ def _plan(n_layers: int, *, mtp: bool) -> Plan:
         Tensor("output.weight", (WIDTH, N_VOCAB), "output"),
         Tensor("output_norm.weight", (WIDTH,), "norm"),
     )
-    attention = tuple(i for i in range(n_layers) if (i + 1) % PERIOD == 0)
-    recurrent = tuple(i for i in range(n_layers) if (i + 1) % PERIOD)
     hyper = _hyper(n_layers)
     if mtp:
         blocks.append([*_attention(n_layers), *mtp_tensors(n_layers, WIDTH)])
         hyper |= {"block_count": n_layers + 1, "nextn_predict_layers": 1}
     tensors = outer + tuple(tensor for block in blocks for tensor in block)
-    return Plan("qwen35", hyper, tensors, attention, recurrent)
+    return Plan("qwen35", hyper, tensors)
 
 
 def _hyper(n_layers: int) -> Hyper:

@@ -217,17 +217,9 @@ class Plan:
     arch: str
     hyper: Hyper
     tensors: tuple[Tensor, ...]
-    attention_layers: tuple[int, ...]
-    recurrent_layers: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """What one layer holds, and how it remembers."""
-
-    tensors: tuple[Tensor, ...]
-    attends: bool = False
-    recurs: bool = False
+Layer = tuple[Tensor, ...]  # what one layer holds
 
 
 def _divisor_up_to(n: int, limit: int) -> int:
@@ -235,7 +227,7 @@ def _divisor_up_to(n: int, limit: int) -> int:
     return next((d for d in range(limit, 1, -1) if n % d == 0), 1)
 
 
-def _layer(index: int, *parts: tuple[str, tuple[int, ...], Kind]) -> tuple[Tensor, ...]:
+def _layer(index: int, *parts: tuple[str, tuple[int, ...], Kind]) -> Layer:
     return tuple(Tensor(f"blk.{index}.{name}", shape, kind) for name, shape, kind in parts)
 
 
@@ -250,7 +242,7 @@ def _attention_hyper(spec: TinySpec, n_kv_heads: int | tuple[int, ...]) -> Hyper
     }
 
 
-def _attention(i: int, spec: TinySpec, query_factor: int = 1) -> tuple[Tensor, ...]:
+def _attention(i: int, spec: TinySpec, query_factor: int = 1) -> Layer:
     queries = spec.head * spec.n_heads
     keys = spec.head * spec.n_kv_heads
     return _layer(
@@ -262,19 +254,19 @@ def _attention(i: int, spec: TinySpec, query_factor: int = 1) -> tuple[Tensor, .
     )
 
 
-def _query_key_norms(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _query_key_norms(i: int, spec: TinySpec) -> Layer:
     return _layer(i, ("attn_q_norm.weight", (spec.head,), "norm"), ("attn_k_norm.weight", (spec.head,), "norm"))
 
 
-def _norms(i: int, spec: TinySpec, *names: str) -> tuple[Tensor, ...]:
+def _norms(i: int, spec: TinySpec, *names: str) -> Layer:
     return _layer(i, *((name, (spec.width,), "norm") for name in names))
 
 
-def _gated_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _gated_feed_forward(i: int, spec: TinySpec) -> Layer:
     return _layer(i, ("ffn_gate.weight", (spec.width, spec.feed_forward), "matrix")) + _plain_feed_forward(i, spec)
 
 
-def _plain_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _plain_feed_forward(i: int, spec: TinySpec) -> Layer:
     return _layer(
         i,
         ("ffn_up.weight", (spec.width, spec.feed_forward), "matrix"),
@@ -291,7 +283,7 @@ def _expert_hyper(spec: TinySpec) -> Hyper:
     }
 
 
-def _expert_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _expert_feed_forward(i: int, spec: TinySpec) -> Layer:
     """A few experts, chosen for each token, and one that all tokens share; not gated."""
     n = spec.feed_forward // 4
     return _layer(
@@ -304,7 +296,7 @@ def _expert_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
     )
 
 
-def _gated_expert_feed_forward(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _gated_expert_feed_forward(i: int, spec: TinySpec) -> Layer:
     n = spec.feed_forward // 4
     return _expert_feed_forward(i, spec) + _layer(
         i,
@@ -324,7 +316,7 @@ def _mamba2_hyper(spec: TinySpec, n_groups: int) -> Hyper:
     }
 
 
-def _mamba2(i: int, spec: TinySpec, n_groups: int) -> tuple[Tensor, ...]:
+def _mamba2(i: int, spec: TinySpec, n_groups: int) -> Layer:
     n_heads = spec.inner // spec.head
     n_conv = spec.inner + 2 * n_groups * _MAMBA2_STATE
     return _layer(
@@ -353,7 +345,7 @@ def _mamba1_rank(spec: TinySpec) -> int:
     return max(8, spec.width // 16)
 
 
-def _mamba1(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
+def _mamba1(i: int, spec: TinySpec) -> Layer:
     rank = _mamba1_rank(spec)
     return _layer(
         i,
@@ -372,7 +364,7 @@ def _mamba1(i: int, spec: TinySpec) -> tuple[Tensor, ...]:
     )
 
 
-def _delta_net(i: int, spec: TinySpec, *, joined: bool = False) -> tuple[Tensor, ...]:
+def _delta_net(i: int, spec: TinySpec, *, joined: bool = False) -> Layer:
     """``joined``: beta and alpha are one matrix."""
     n_values, n_keys = _delta_heads(spec)
     rates: tuple[tuple[str, tuple[int, ...], Kind], ...] = (("ssm_ba.weight", (spec.width, 2 * n_values), "matrix"),)
@@ -407,7 +399,7 @@ def _kv_heads_by_layer(spec: TinySpec) -> tuple[int, ...]:
     return tuple(spec.n_kv_heads if _mid_period(i) else 0 for i in range(spec.n_layers))
 
 
-def _qwen35(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _qwen35(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     """Three layers in four are Gated DeltaNets. The dense one, the one with experts, and Qwen3-Next, which has experts,
     joins two matrices and rotates by plain positions."""
     n_rotated, (n_values, n_keys) = spec.head // 4, _delta_heads(spec)
@@ -431,21 +423,21 @@ def _qwen35(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
         hyper |= _expert_hyper(spec)
     feed_forward = _gated_feed_forward if is_dense else _gated_expert_feed_forward
 
-    def block(i: int, *, attends: bool) -> _Block:
+    def block(i: int, *, attends: bool) -> Layer:
         outer = _norms(i, spec, "attn_norm.weight", "post_attention_norm.weight") + feed_forward(i, spec)
         if not attends:
-            return _Block(outer + _delta_net(i, spec, joined=is_next), recurs=True)
-        return _Block(outer + _attention(i, spec, query_factor=2) + _query_key_norms(i, spec), attends=True)
+            return outer + _delta_net(i, spec, joined=is_next)
+        return outer + _attention(i, spec, query_factor=2) + _query_key_norms(i, spec)
 
     blocks = [block(i, attends=(i + 1) % 4 == 0) for i in range(spec.n_layers)]
     if not spec.mtp:
         return hyper, blocks
     head = block(spec.n_layers, attends=True)
     more = mtp_tensors(spec.n_layers, spec.width)
-    return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head.tensors + more)]
+    return hyper | {"nextn_predict_layers": 1}, [*blocks, head + more]
 
 
-def mtp_tensors(i: int, width: int) -> tuple[Tensor, ...]:
+def mtp_tensors(i: int, width: int) -> Layer:
     """What a head has beyond an attention block: it joins a token's embedding with the model's row before it."""
     return _layer(
         i,
@@ -456,38 +448,38 @@ def mtp_tensors(i: int, width: int) -> tuple[Tensor, ...]:
     )
 
 
-def _jamba(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _jamba(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _attention_hyper(spec, _kv_heads_by_layer(spec)) | _mamba1_hyper(spec)
     return hyper | {"feed_forward_length": spec.feed_forward}, _mid_period_blocks(spec, _mamba1)
 
 
-def _granitehybrid(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _granitehybrid(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _attention_hyper(spec, _kv_heads_by_layer(spec)) | _mamba2_hyper(spec, n_groups=1)
     blocks = _mid_period_blocks(spec, lambda i, spec: _mamba2(i, spec, n_groups=1))
     return hyper | {"feed_forward_length": spec.feed_forward}, blocks
 
 
-def _mid_period_blocks(spec: TinySpec, recurrence: Callable[[int, TinySpec], tuple[Tensor, ...]]) -> list[_Block]:
-    def block(i: int) -> _Block:
+def _mid_period_blocks(spec: TinySpec, recurrence: Callable[[int, TinySpec], Layer]) -> list[Layer]:
+    def block(i: int) -> Layer:
         outer = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, spec)
         if _mid_period(i):
-            return _Block(outer + _attention(i, spec), attends=True)
-        return _Block(outer + recurrence(i, spec), recurs=True)
+            return outer + _attention(i, spec)
+        return outer + recurrence(i, spec)
 
     return [block(i) for i in range(spec.n_layers)]
 
 
-def _falcon_h1(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _falcon_h1(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _attention_hyper(spec, spec.n_kv_heads) | _mamba2_hyper(spec, n_groups=2)
 
-    def block(i: int) -> _Block:
+    def block(i: int) -> Layer:
         outer = _norms(i, spec, "attn_norm.weight", "ffn_norm") + _gated_feed_forward(i, spec)  # sic: no ".weight"
-        return _Block(outer + _attention(i, spec) + _mamba2(i, spec, n_groups=2), attends=True, recurs=True)
+        return outer + _attention(i, spec) + _mamba2(i, spec, n_groups=2)
 
     return hyper | {"feed_forward_length": spec.feed_forward}, [block(i) for i in range(spec.n_layers)]
 
 
-def _nemotron_h(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _nemotron_h(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     """Every layer is one thing only: in each four, a recurrence, a feed-forward, an attention, a recurrence. With experts,
     a head attends and has experts of its own."""
     n_head = int(spec.mtp)
@@ -499,16 +491,16 @@ def _nemotron_h(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     if has_experts:
         hyper |= _expert_hyper(spec) | {"expert_shared_count": 1}
 
-    def experts(i: int) -> tuple[Tensor, ...]:
+    def experts(i: int) -> Layer:
         return _expert_feed_forward(i, spec) + _layer(i, ("exp_probs_b.bias", (_N_EXPERTS,), "bias"))
 
-    def block(i: int) -> _Block:
+    def block(i: int) -> Layer:
         norm = _norms(i, spec, "attn_norm.weight")
         if feed_forward[i]:
-            return _Block(norm + (experts(i) if has_experts else _plain_feed_forward(i, spec)))
+            return norm + (experts(i) if has_experts else _plain_feed_forward(i, spec))
         if _mid_period(i):
-            return _Block(norm + _attention(i, spec), attends=True)
-        return _Block(norm + _mamba2(i, spec, n_groups=2), recurs=True)
+            return norm + _attention(i, spec)
+        return norm + _mamba2(i, spec, n_groups=2)
 
     blocks = [block(i) for i in range(spec.n_layers)]
     if not spec.mtp:
@@ -516,38 +508,35 @@ def _nemotron_h(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     i = spec.n_layers
     outer = _norms(i, spec, "attn_norm.weight", "post_attention_norm.weight")
     head = outer + _attention(i, spec) + experts(i) + mtp_tensors(i, spec.width)
-    return hyper | {"nextn_predict_layers": 1}, [*blocks, _Block(head)]
+    return hyper | {"nextn_predict_layers": 1}, [*blocks, head]
 
 
-def _lfm2(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _lfm2(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _attention_hyper(spec, _kv_heads_by_layer(spec))
     hyper |= {"feed_forward_length": spec.feed_forward, "shortconv.l_cache": 3}
 
-    def block(i: int) -> _Block:
+    def block(i: int) -> Layer:
         outer = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight") + _gated_feed_forward(i, spec)
         if _mid_period(i):
-            return _Block(outer + _attention(i, spec) + _query_key_norms(i, spec), attends=True)
+            return outer + _attention(i, spec) + _query_key_norms(i, spec)
         short_conv = _layer(
             i,
             ("shortconv.conv.weight", (3, spec.width), "conv"),
             ("shortconv.in_proj.weight", (spec.width, 3 * spec.width), "matrix"),
             ("shortconv.out_proj.weight", (spec.width, spec.width), "matrix"),
         )
-        return _Block(outer + short_conv, recurs=True)
+        return outer + short_conv
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-def _mamba2_only(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _mamba2_only(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _mamba2_hyper(spec, n_groups=1) | {"feed_forward_length": 0, "attention.head_count": 0}
-    blocks = [
-        _Block(_norms(i, spec, "attn_norm.weight") + _mamba2(i, spec, n_groups=1), recurs=True)
-        for i in range(spec.n_layers)
-    ]
+    blocks = [_norms(i, spec, "attn_norm.weight") + _mamba2(i, spec, n_groups=1) for i in range(spec.n_layers)]
     return hyper, blocks
 
 
-def _gemma3(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _gemma3(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     """Every third layer sees the whole past; the others only the window."""
     hyper = _attention_hyper(spec, spec.n_kv_heads) | {
         "feed_forward_length": spec.feed_forward,
@@ -556,26 +545,26 @@ def _gemma3(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
     }
     names = ("attn_norm.weight", "post_attention_norm.weight", "ffn_norm.weight", "post_ffw_norm.weight")
 
-    def block(i: int) -> _Block:
+    def block(i: int) -> Layer:
         attention = _attention(i, spec) + _query_key_norms(i, spec)
-        return _Block(_norms(i, spec, *names) + attention + _gated_feed_forward(i, spec), attends=True)
+        return _norms(i, spec, *names) + attention + _gated_feed_forward(i, spec)
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-def _llama(spec: TinySpec) -> tuple[Hyper, list[_Block]]:
+def _llama(spec: TinySpec) -> tuple[Hyper, list[Layer]]:
     hyper = _attention_hyper(spec, spec.n_kv_heads) | {"feed_forward_length": spec.feed_forward}
     if spec.long_rope is not None:
         hyper |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": spec.long_rope}
 
-    def block(i: int) -> _Block:
+    def block(i: int) -> Layer:
         norms = _norms(i, spec, "attn_norm.weight", "ffn_norm.weight")
-        return _Block(norms + _attention(i, spec) + _gated_feed_forward(i, spec), attends=True)
+        return norms + _attention(i, spec) + _gated_feed_forward(i, spec)
 
     return hyper, [block(i) for i in range(spec.n_layers)]
 
 
-_PLANNERS: dict[str, Callable[[TinySpec], tuple[Hyper, list[_Block]]]] = {
+_PLANNERS: dict[str, Callable[[TinySpec], tuple[Hyper, list[Layer]]]] = {
     "qwen35": _qwen35,
     "qwen35moe": _qwen35,
     "qwen3next": _qwen35,
@@ -595,11 +584,11 @@ _EMBEDDING_KINDS: dict[str, Kind] = {"gemma3": "matrix"}  # libllama multiplies 
 def plan_tiny(spec: TinySpec) -> Plan:
     """Everything about the model except its numbers. The output matrix is not the embedding, or a
     model would mostly repeat its last token."""
-    hyper, blocks = _PLANNERS[spec.arch](spec)
+    hyper, layers = _PLANNERS[spec.arch](spec)
     shared: Hyper = {
         "context_length": spec.context_length,
         "embedding_length": spec.width,
-        "block_count": len(blocks),
+        "block_count": len(layers),
         "attention.layer_norm_rms_epsilon": _RMS_EPSILON,
     }
     outer = (
@@ -610,9 +599,7 @@ def plan_tiny(spec: TinySpec) -> Plan:
     return Plan(
         arch=spec.arch,
         hyper=shared | hyper,
-        tensors=outer + _rope_factors(spec) + tuple(tensor for block in blocks for tensor in block.tensors),
-        attention_layers=tuple(i for i, block in enumerate(blocks) if block.attends),
-        recurrent_layers=tuple(i for i, block in enumerate(blocks) if block.recurs),
+        tensors=outer + _rope_factors(spec) + tuple(tensor for layer in layers for tensor in layer),
     )
 
 
