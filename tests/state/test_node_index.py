@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.policy import CutKind, Entry, KeptCheckpoint, assumed_returns, thin, victims
+from everwarm.state.policy import Cut, CutKind, Entry, assumed_returns, thin, victims
 from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.tree import Checkpoint, Node, Tree, pin, unpin
 
@@ -64,7 +64,6 @@ def test_what_is_pinned_goes_when_nothing_else_can():
 
 
 def test_thinning_passes_over_what_is_pinned():
-    path = [KeptCheckpoint(n, CutKind.EVERY) for n in range(100, 1100, 100)]
+    path = [Cut(n, CutKind.EVERY) for n in range(100, 1100, 100)]
     (first,) = thin(path, 9)
-    held = [KeptCheckpoint(kept.n_items, kept.kind, kept.n_items == first) for kept in path]
-    assert first not in thin(held, 5) and len(thin(held, 5)) == 5
+    assert first not in thin(path, 5, {first}) and len(thin(path, 5, {first})) == 5

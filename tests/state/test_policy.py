@@ -16,7 +16,6 @@ from everwarm.state.policy import (
     Cut,
     CutKind,
     Entry,
-    KeptCheckpoint,
     Seat,
     Spacing,
     assumed_returns,
@@ -233,9 +232,9 @@ kinds = st.sampled_from(list(CutKind))
 
 
 @st.composite
-def paths(draw) -> list[KeptCheckpoint]:
+def paths(draw) -> list[Cut]:
     ends = sorted(draw(st.sets(st.integers(1, 5000), max_size=60)))
-    return [KeptCheckpoint(end, draw(kinds)) for end in ends]
+    return [Cut(end, draw(kinds)) for end in ends]
 
 
 @by_chance(100, 3000)
@@ -243,14 +242,14 @@ def paths(draw) -> list[KeptCheckpoint]:
 def test_thinning_leaves_exactly_the_allowed_number(path, most):
     given_up = thin(path, most)
     assert len(given_up) == len(set(given_up)) == max(0, len(path) - most)
-    assert set(given_up) <= {kept.n_items for kept in path}
+    assert set(given_up) <= {kept.at for kept in path}
 
 
 @by_chance(100, 3000)
 @given(paths(), st.integers(1, 40))
 def test_thinning_never_takes_the_newest_two_nor_the_last_one(path, most):
     given_up = thin(path, most)
-    newest = [kept.n_items for kept in path[-min(2, most) :]]
+    newest = [kept.at for kept in path[-min(2, most) :]]
     assert not set(newest) & set(given_up)
 
 
@@ -258,14 +257,14 @@ def test_thinning_never_takes_the_newest_two_nor_the_last_one(path, most):
 @given(paths(), st.integers(2, 40))
 def test_boundaries_outlive_evenly_spaced_ones(path, most):
     given_up = set(thin(path, most))
-    lost = [kept for kept in path[:-2] if kept.n_items in given_up]
-    survived = [kept for kept in path[:-2] if kept.n_items not in given_up]
+    lost = [kept for kept in path[:-2] if kept.at in given_up]
+    survived = [kept for kept in path[:-2] if kept.at not in given_up]
     if any(kept.kind is CutKind.BOUNDARY for kept in lost):
         assert not any(kept.kind is CutKind.EVERY for kept in survived)
 
 
 def test_nothing_is_thinned_while_there_is_room():
-    path = [KeptCheckpoint(n, CutKind.EVERY) for n in (10, 20, 30)]
+    path = [Cut(n, CutKind.EVERY) for n in (10, 20, 30)]
     assert thin(path, 3) == [] and thin(path, 100) == [] and thin([], 5) == []
 
 
@@ -273,7 +272,7 @@ def test_a_long_conversation_thinned_as_it_grows_is_spaced_geometrically():
     kept: list[int] = []
     for end in range(100, 100_001, 100):
         kept.append(end)
-        kept = [n for n in kept if n not in thin([KeptCheckpoint(n, CutKind.EVERY) for n in kept], 16)]
+        kept = [n for n in kept if n not in thin([Cut(n, CutKind.EVERY) for n in kept], 16)]
     gaps = [b - a for a, b in pairwise([0, *kept])]
     assert len(kept) == 16 and kept[-2:] == [99_900, 100_000]
     assert gaps[-1] <= 200 and max(gaps) >= 8_000  # dense at the end, wide at the beginning

@@ -225,7 +225,7 @@ def test_how_many_turns_step_back_is_counted_among_all_returns():
         reply = [turn * 1000 + 500 + i for i in range(50)]
         grove.request(prompt, reply, keeps=(len(prompt) + len(reply),))
         history.append([*prompt, *reply])
-    assert grove.returns.outcomes.share(ReturnOutcome.STEP) == pytest.approx(0.5, abs=0.1)
+    assert grove.returns.share(ReturnOutcome.STEP) == pytest.approx(0.5, abs=0.1)
     end = grove.request([*history[-1], 7, 8, 9], [10], keeps=(len(history[-1]) + 4,))
     back = next(n for n in reversed(end.lineage()) if n.n_items == len(history[-1]))
     expected = grove.expected()
@@ -331,17 +331,17 @@ def slowly(returns: Returns) -> dict[int, float]:
     def add(node: Node, amount: float) -> None:
         found[node.id] = found.get(node.id, 0.0) + amount
 
-    stepping, steps = returns.outcomes.share(ReturnOutcome.STEP), returns._steps.shares()
-    for source in returns._sources([]):
+    stepping, steps = returns.share(ReturnOutcome.STEP), returns._step_shares()
+    for visit, density in returns._sources([]):
         n_turns, stepped, served = 0, 0.0, 0.0
-        for node in reversed(source.end.lineage()):
-            if node is not source.end and node in returns.visits:
+        for node in reversed(visit.node.lineage()):
+            if node is not visit.node and node in returns.visits:
                 n_turns += 1
                 stepped += steps[n_turns] if n_turns < module.MAX_STEPS else 0.0
             if node.checkpoint is not None:
-                distance, habit = max(-1, source.n_prompt - node.n_items), source.habit
+                distance, habit = max(-1, visit.n_prompt - node.n_items), visit.habit
                 reached = (2 * returns.resumed.within(distance) + sum(d <= distance for d in habit)) / (2 + len(habit))
-                add(node, source.density * (stepping * stepped + (1 - stepping) * (reached - served)))
+                add(node, density * (stepping * stepped + (1 - stepping) * (reached - served)))
                 stepped, served = 0.0, reached
     for node, junction in returns._junctions.items():
         kept = next((n for n in reversed(node.lineage()) if n.checkpoint is not None), None)
@@ -361,9 +361,9 @@ def test_returns_to_plain_attention_are_added_up_as_if_one_by_one(seed):
         histories.append([*prompt, turn * 1000 + 999])
     returns, one_by_one = grove.returns, dict[int, float]()
     found = grove.expected(anywhere=True)
-    for node, n_prompt, _, density in returns._sources([]):
-        for at in node.lineage():
-            share = returns.resumed.within(max(-1, n_prompt - at.start - 1))
+    for visit, density in returns._sources([]):
+        for at in visit.node.lineage():
+            share = returns.resumed.within(max(-1, visit.n_prompt - at.start - 1))
             one_by_one[at.id] = one_by_one.get(at.id, 0.0) + density * share
     for node, junction in returns._junctions.items():
         density = returns._junction_times.density(junction.kind, returns._age(junction.at))

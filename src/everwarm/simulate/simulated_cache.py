@@ -24,9 +24,9 @@ from everwarm.simulate.simulated_machine import MachineSize, SimulatedDevice, Si
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state import segment_merge
-from everwarm.state.policy import GUARD, CutKind, KeptCheckpoint, Seat
+from everwarm.state.policy import GUARD, Cut, CutKind, Seat
 from everwarm.state.ram_eviction import Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
-from everwarm.state.returns import Continuation, Partings, Returns, RunningVisit
+from everwarm.state.returns import Continuation, Partings, Returns
 from everwarm.state.segment_merge import SegmentRun, most_joined
 from everwarm.state.tree import Checkpoint, Match, Node, Segment, Tree, first_message_end
 from everwarm.types import Blob
@@ -50,19 +50,6 @@ class Outcome:
     disk_bytes: int = 0  # from disk to RAM
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """The request that is being served, in its slot."""
-
-    slot: SimulatedSlot
-    turn: TraceTurn
-    continuation: Continuation
-
-    @property
-    def visit(self) -> RunningVisit:
-        return RunningVisit(self.slot.node, len(self.turn.prompt), self.continuation)
-
-
 class SimulatedCache:
     def __init__(self, policy: Policy, curves: Curves, budget: int, machine: MachineSize) -> None:
         self.most_bytes = 0  # that RAM held at once
@@ -78,7 +65,6 @@ class SimulatedCache:
         self._partings = Partings()
         self._hand = Hand(self.tree)
         self._device = SimulatedDevice(machine, self.tree)
-        self._running: _Run | None = None
         self._n_lifted = 0
         self._now = 0.0
 
@@ -98,11 +84,14 @@ class SimulatedCache:
             match = self.tree.match(_NAMESPACE, prompt, device.n_common(prompt))
         continuation = self._returns.arrive(match, self._now) if self._policy.learns else Continuation()
         n_items, loaded = self._bring(slot, prompt, match)
-        self._running = _Run(slot, turn, continuation)
+        slot.n_prompt = len(prompt)
+        slot.continuation = continuation
         self._limit_idle(slot)
         self._enforce_budget()
-        self._read(self._running, match, n_items)
-        self._running = None
+        self._read(slot, turn, match, n_items)
+        if self._policy.learns:
+            self._returns.leave(slot.node, len(prompt), continuation)
+        slot.continuation = None
         slot.used_at = self._tick()
         self._write(slot, len(prompt))
         self._save(slot, len(prompt))
@@ -263,26 +252,23 @@ class SimulatedCache:
 
     # reading
 
-    def _read(self, run: _Run, match: Match, n_items: int) -> None:
-        slot, turn = run.slot, run.turn
+    def _read(self, slot: SimulatedSlot, turn: TraceTurn, match: Match, n_items: int) -> None:
         path = turn.path_from(n_items)
         n_prompt, n_end = len(turn.prompt), len(path)
         places = self._places(turn, match.n_shared, n_items)
         skipped: set[CutKind] = set()
         cuts = self._policy.cuts(TurnReading(turn, n_items, match.n_shared, places), self._spacing)
         for cut in (cut for cut in cuts if n_items < cut.at <= turn.n_stop):
-            if cut.kind not in skipped and not self._take(run, path, cut.at, cut.kind):
+            if cut.kind not in skipped and not self._take(slot, path, cut.at, cut.kind):
                 skipped.add(cut.kind)
         if turn.n_stop == n_prompt > n_items:
-            self._take(run, path, n_prompt, CutKind.END)
+            self._take(slot, path, n_prompt, CutKind.END)
         kind = CutKind.REPLY if turn.stop_at is None else CutKind.CANCEL
         if n_end != n_prompt and n_end > slot.node.n_items and self._keeps_end(kind):
-            self._take(run, path, n_end, kind)
+            self._take(slot, path, n_end, kind)
         else:
-            self._mark(run, path, n_end)
+            self._mark(slot, path, n_end)
         slot.items, slot.n_fed, slot.is_tidy = path, n_end, False
-        if self._policy.learns:
-            self._returns.leave(slot.node, n_prompt, run.continuation)
 
     def _places(self, turn: TraceTurn, n_shared: int, n_items: int) -> list[int]:
         """Where a prompt is likely to be left, as was learned."""
@@ -298,17 +284,16 @@ class SimulatedCache:
         learned = kind is CutKind.REPLY and self._policy.learns
         return self._policy.keeps_ends and (not learned or self._returns.keeps_replies)
 
-    def _mark(self, run: _Run, path: Prompt, n_items: int) -> Node:
-        slot = run.slot
+    def _mark(self, slot: SimulatedSlot, path: Prompt, n_items: int) -> Node:
         self._make_room(path.n_tokens(n_items) - path.n_tokens(min(slot.n_fed, n_items)), slot)
         node = self.tree.grow(slot.node, path, n_items) if n_items > slot.node.n_items else slot.node
         self._device.stand(slot, node)
         slot.items, slot.n_fed = path.first(n_items), n_items
         return node
 
-    def _take(self, run: _Run, path: Prompt, n_items: int, kind: CutKind) -> bool:
+    def _take(self, slot: SimulatedSlot, path: Prompt, n_items: int, kind: CutKind) -> bool:
         """Keeps the state there: parked if a spare is at hand, else in RAM. False: RAM is full of better ones."""
-        node = self._mark(run, path, n_items)
+        node = self._mark(slot, path, n_items)
         known = node.checkpoint
         if self._spacing.max_checkpoints == 0:
             return True
@@ -379,7 +364,7 @@ class SimulatedCache:
     def _thin(self, node: Node) -> None:
         for end in [n for n in node.below() if n.checkpoint is not None and not n.children] or [node]:
             kept = {n.n_items: n for n in end.lineage() if n.checkpoint is not None}
-            path = [KeptCheckpoint(n.n_items, n.checkpoint.kind) for n in kept.values() if n.checkpoint is not None]
+            path = [Cut(n.n_items, n.checkpoint.kind) for n in kept.values() if n.checkpoint is not None]
             for n_items in state_policy.thin(path, self._spacing.max_checkpoints):
                 self._drop(kept[n_items])
 
@@ -539,7 +524,11 @@ class SimulatedCache:
 
     def _facts(self, among: set[Node] | None) -> WeighingFacts:
         learns = self._policy.learns
-        running = () if self._running is None else (self._running.visit,)
+        running = [
+            self._returns.running_visit(slot.node, slot.n_prompt, slot.continuation)
+            for slot in self._device.slots
+            if slot.continuation is not None
+        ]
         expected = self._returns.expected(running, anywhere=False, among=among) if learns else {}
         seconds, resident = self._curves.seconds_per_token, frozenset(self._device.passed())
         facts = WeighingFacts(self._now, seconds, True, True, resident, expected, self._returns.worth_unvisited)

@@ -21,6 +21,7 @@ from everwarm.prompt.prompt import Prompt
 from everwarm.simulate.curves import Curves
 from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.ram_eviction import WeighingFacts, weigh
+from everwarm.state.returns import Continuation
 from everwarm.state.tree import Checkpoint, Node, Segment, Tree
 from everwarm.types import Blob, SeqId
 
@@ -46,6 +47,8 @@ class SimulatedSlot:
     items: Prompt = field(default_factory=lambda: _EMPTY)
     n_fed: int = 0
     n_settled: int = 0  # where its last request went on from
+    n_prompt: int = 0  # of its last request
+    continuation: Continuation | None = None  # of the request that runs; None: none does
     used_at: float = 0.0
     is_tidy: bool = True  # its KV was copied to RAM, as far as there was room
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 from everwarm.config import require
@@ -150,6 +151,8 @@ def better(known: CutKind, new: CutKind) -> CutKind:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
+    """A checkpoint that is to be taken, or was."""
+
     at: int
     kind: CutKind
 
@@ -246,17 +249,9 @@ def _end_cuts(n_items: int, is_guarded: bool, stables: set[int]) -> Iterable[Cut
         yield Cut(stable, CutKind.STABLE)
 
 
-@dataclass(frozen=True, slots=True)
-class KeptCheckpoint:
-    """A checkpoint on one path, as far as thinning cares."""
-
-    n_items: int
-    kind: CutKind
-    pinned: bool = False
-
-
-def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
-    """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain; as ``n_items``.
+def thin(path: Sequence[Cut], max_checkpoints: int, pinned: Collection[int] = ()) -> list[int]:
+    """Which checkpoints of a path (ascending) to give up so that ``max_checkpoints`` remain, by where they are.
+    ``pinned``: where the pinned ones are.
 
     Kinds of rank 0 go before those of rank 1, and pinned ones last of all; the newest two stay. Within a rank the one that
     leaves the smallest hole for its distance from the end goes first, so what remains is spaced geometrically with the
@@ -265,8 +260,8 @@ def thin(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
     kept, given_up = list(path), []
     while len(kept) > max(1, max_checkpoints):
         candidates = range(len(kept) - min(2, len(kept) - 1))
-        worst = min(candidates, key=lambda i: (kept[i].pinned, _RANK[kept[i].kind], _hurt(kept, i)))
-        given_up.append(kept.pop(worst).n_items)
+        worst = min(candidates, key=lambda i: (kept[i].at in pinned, _RANK[kept[i].kind], _hurt(kept, i)))
+        given_up.append(kept.pop(worst).at)
     return given_up
 
 
@@ -288,28 +283,26 @@ _RANK = {
 }
 
 
-def _hurt(kept: Sequence[KeptCheckpoint], i: int) -> float:
-    before = kept[i - 1].n_items if i else 0
-    hole = kept[i + 1].n_items - before
-    return hole / (kept[-1].n_items - before + 1)
+def _hurt(kept: Sequence[Cut], i: int) -> float:
+    before = kept[i - 1].at if i else 0
+    hole = kept[i + 1].at - before
+    return hole / (kept[-1].at - before + 1)
 
 
-def worth_saving(path: Sequence[KeptCheckpoint], max_checkpoints: int) -> list[int]:
-    """Which checkpoints of a conversation (ascending) go into a file, as ``n_items``: at most so many, as ``thin`` chooses.
-    Left out are guesses that no request continued from, states of requests that were suspended or cancelled, and the ends
-    of prompts before the last one: a later turn has superseded them."""
-    last_end = max((point.n_items for point in path if point.kind is CutKind.END), default=0)
+def worth_saving(path: Sequence[Cut], max_checkpoints: int, pinned: Collection[int]) -> list[int]:
+    """Which checkpoints of a conversation (ascending) go into a file, by where they are: at most so many, as ``thin``
+    chooses. Left out are guesses that no request continued from, states of requests that were suspended or cancelled, and
+    the ends of prompts before the last one: a later turn has superseded them."""
+    last_end = max((cut.at for cut in path if cut.kind is CutKind.END), default=0)
     kept = [
-        point
-        for i, point in enumerate(path)
-        if point.pinned
+        cut
+        for i, cut in enumerate(path)
+        if cut.at in pinned
         or i == len(path) - 1
-        or not (
-            point.kind in (*PROVISIONAL, CutKind.CANCEL) or (point.kind is CutKind.END and point.n_items < last_end)
-        )
+        or not (cut.kind in (*PROVISIONAL, CutKind.CANCEL) or (cut.kind is CutKind.END and cut.at < last_end))
     ]
-    given_up = set(thin(kept, max_checkpoints))
-    return [point.n_items for point in kept if point.n_items not in given_up]
+    given_up = set(thin(kept, max_checkpoints, pinned))
+    return [cut.at for cut in kept if cut.at not in given_up]
 
 
 class Entry(NamedTuple):
@@ -358,18 +351,18 @@ def choose(entries: Iterable[Entry], bytes_to_free: int, n_next: int = 1) -> Evi
     then resume from the entry above, which may also lose the last one that needed its KV. So the values are updated
     after each eviction.
     """
-    lot = _Lot(entries)
-    chosen: list[_Popped] = []
+    order = _least_first(entries)
+    chosen: list[_Kept] = []
     freed = 0
-    while freed < bytes_to_free and (popped := lot.pop()) is not None:
-        chosen.append(popped)
-        freed += popped.size_bytes
-    following = [popped for _ in range(n_next) if (popped := lot.pop()) is not None]
+    while freed < bytes_to_free and (least := next(order, None)) is not None:
+        chosen.append(least)
+        freed += least.size_bytes
+    following = list(islice(order, n_next))
     return EvictionChoice(
-        tuple(each.key for each in chosen),
-        tuple(each.worth for each in chosen),
-        tuple(each.key for each in following),
-        following[0].worth if following else None,
+        tuple(each.entry.key for each in chosen),
+        tuple(score(each) for each in chosen),
+        tuple(each.entry.key for each in following),
+        score(following[0]) if following else None,
         freed,
         sum(each.missed_s for each in chosen),
     )
@@ -381,14 +374,6 @@ def victims(entries: Iterable[Entry], bytes_to_free: int) -> list[int]:
 
 
 _Rank = tuple[tuple[bool, bool, bool], float, float, int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Popped:
-    key: int
-    size_bytes: int  # that evicting it frees
-    worth: float
-    missed_s: float
 
 
 class _Kept:
@@ -410,47 +395,48 @@ class _Kept:
         return self.entry.size_bytes + (0 if self.below else self.kv_bytes)
 
     @property
+    def missed_s(self) -> float:
+        """Seconds per unit of time that it would have saved."""
+        return 0.0 if self.entry.stranded else score(self) * self.size_bytes
+
+    @property
     def rank(self) -> _Rank:
         """The smallest is evicted first."""
         return self.order, score(self), -self.entry.age_s, self.entry.key
 
 
-class _Lot:
-    """Entries in the order of eviction."""
-
-    def __init__(self, entries: Iterable[Entry]) -> None:
-        self._kept = {entry.key: _Kept(entry) for entry in entries}
-        for kept in self._kept.values():
-            if kept.entry.above is not None and (above := self._kept.get(kept.entry.above)) is not None:
-                kept.above = above
-                above.below.add(kept)
-        self._heap = [kept.rank for kept in self._kept.values()]
-        heapq.heapify(self._heap)
-
-    def pop(self) -> _Popped | None:
-        while self._heap:
-            rank = heapq.heappop(self._heap)
-            kept = self._kept.get(rank[-1])
-            if kept is not None and rank == kept.rank:
-                missed_s = 0.0 if kept.entry.stranded else rank[1] * kept.size_bytes
-                popped = _Popped(rank[-1], kept.size_bytes, rank[1], missed_s)
-                self._take(kept)
-                return popped
-        return None
-
-    def _take(self, gone: _Kept) -> None:
-        del self._kept[gone.entry.key]
-        above = gone.above
-        for kept in gone.below:
-            kept.seconds_saved += gone.seconds_saved
-            kept.kv_bytes += gone.kv_bytes
+def _least_first(entries: Iterable[Entry]) -> Iterator[_Kept]:
+    """Entries in the order of eviction: each was evicted when the next one is asked for."""
+    left = {entry.key: _Kept(entry) for entry in entries}
+    for kept in left.values():
+        if kept.entry.above is not None and (above := left.get(kept.entry.above)) is not None:
             kept.above = above
-        if above is not None:
-            above.below.remove(gone)
-            above.below |= gone.below
-            above.returns += gone.returns if gone.load_s > gone.seconds_saved else 0.0  # others resume from the disk
-        for kept in (*gone.below, *(() if above is None else (above,))):
-            heapq.heappush(self._heap, kept.rank)
+            above.below.add(kept)
+    heap = [kept.rank for kept in left.values()]
+    heapq.heapify(heap)
+    while heap:
+        rank = heapq.heappop(heap)
+        least = left.get(rank[-1])
+        if least is not None and rank == least.rank:
+            del left[rank[-1]]
+            yield least
+            for kept in _take_out(least):
+                heapq.heappush(heap, kept.rank)
+
+
+def _take_out(gone: _Kept) -> list[_Kept]:
+    """Gives what an entry has to those above and below it; returns those."""
+    above = gone.above
+    for kept in gone.below:
+        kept.seconds_saved += gone.seconds_saved
+        kept.kv_bytes += gone.kv_bytes
+        kept.above = above
+    if above is None:
+        return list(gone.below)
+    above.below.remove(gone)
+    above.below |= gone.below
+    above.returns += gone.returns if gone.load_s > gone.seconds_saved else 0.0  # others resume from the disk
+    return [*gone.below, above]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,23 +157,7 @@ _OUTCOMES = {
     ReturnOutcome.REPLY: 1.0,
     ReturnOutcome.STEP: 0.5,
     ReturnOutcome.ELSEWHERE: 1.5,
-}  # assumed beside the last ones
-
-
-class ReturnOutcomes:
-    """Where the last returns left their visits."""
-
-    def __init__(self) -> None:
-        self._last: deque[ReturnOutcome] = deque(maxlen=N_KEPT)
-
-    def note(self, outcome: ReturnOutcome) -> None:
-        self._last.append(outcome)
-
-    def count(self, outcome: ReturnOutcome) -> int:
-        return self._last.count(outcome)
-
-    def share(self, outcome: ReturnOutcome) -> float:
-        return (self.count(outcome) + _OUTCOMES[outcome]) / (len(self._last) + sum(_OUTCOMES.values()))
+}  # how often, assumed beside the last ones
 
 
 class ResumePoints:
@@ -242,24 +225,6 @@ def _gain(at: int, chosen: Sequence[int], shares: dict[int, float], n_items: int
     return (shares[at] - shares[nearer]) * (farther - at)
 
 
-class StepsBack:
-    """How many turns back returns resume that resume at the end of an earlier turn."""
-
-    def __init__(self) -> None:
-        self._last: deque[int] = deque(maxlen=N_KEPT // 2)
-
-    def note(self, n_turns: int) -> None:
-        self._last.append(n_turns)
-
-    def shares(self) -> list[float]:
-        """For 0, 1, 2 … turns."""
-        counts = [0.0, *(2 * 0.5**n for n in range(1, MAX_STEPS))]
-        for n_turns in self._last:
-            if n_turns < MAX_STEPS:
-                counts[n_turns] += 1
-        return [count / (len(self._last) + 2) for count in counts]
-
-
 def _class_of(hits: int) -> int:
     return bisect.bisect_right(_HITS, hits)
 
@@ -269,7 +234,7 @@ Habit = tuple[int, ...]  # how far before the end of its prompt a conversation w
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """The end of one request."""
+    """The end of one request, or of one that is still read or written."""
 
     node: Node
     root: Node  # of its namespace
@@ -295,15 +260,6 @@ class Continuation:
     habit: Habit = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RunningVisit:
-    """A request that is being read or written: it will leave a visit."""
-
-    node: Node
-    n_prompt: int
-    continuation: Continuation
-
-
 @dataclass(slots=True)
 class _Junction:
     root: Node  # of its namespace
@@ -326,8 +282,8 @@ class Returns:
     _junction_times: ReturnTimes = field(default_factory=lambda: ReturnTimes(_JUNCTION_PRIORS))
     resumed: ResumePoints = field(default_factory=lambda: ResumePoints(_DISTANCE_PRIORS))
     _unserved: ResumePoints = field(default_factory=ResumePoints)  # where no earlier turn ended
-    _steps: StepsBack = field(default_factory=StepsBack)
-    outcomes: ReturnOutcomes = field(default_factory=ReturnOutcomes)
+    _steps: deque[int] = field(default_factory=lambda: deque(maxlen=N_KEPT // 2))  # how many turns back
+    outcomes: deque[ReturnOutcome] = field(default_factory=lambda: deque(maxlen=N_KEPT))  # of the last returns
     _seconds: float = 0.0  # between two requests, smoothed
     _last_at: float | None = None
 
@@ -413,7 +369,7 @@ class Returns:
     def _note_resumed(self, visit: Visit, n_shared: int) -> int:
         if n_shared >= visit.node.n_items:
             visit.is_extended = True
-            self.outcomes.note(ReturnOutcome.REPLY)
+            self.outcomes.append(ReturnOutcome.REPLY)
             self.resumed.note(_IN_REPLY)
             self._unserved.note(_IN_REPLY)
             return _IN_REPLY
@@ -421,11 +377,11 @@ class Returns:
         distance = max(0, visit.n_prompt - n_shared)
         n_turns = self._n_turns_back(visit, n_shared)
         if n_turns:
-            self.outcomes.note(ReturnOutcome.STEP)
-            self._steps.note(n_turns)
+            self.outcomes.append(ReturnOutcome.STEP)
+            self._steps.append(n_turns)
             self._unserved.note(_IN_REPLY)
         else:
-            self.outcomes.note(ReturnOutcome.ELSEWHERE)
+            self.outcomes.append(ReturnOutcome.ELSEWHERE)
             self.resumed.note(distance)
             self._unserved.note(distance)
         return distance
@@ -494,10 +450,22 @@ class Returns:
         age = age_s / self._seconds if self._seconds else 1.0
         return self._visit_times.density(_class_of(hits), age)
 
+    def share(self, outcome: ReturnOutcome) -> float:
+        """Of returns, the share that ends so."""
+        return (self.outcomes.count(outcome) + _OUTCOMES[outcome]) / (len(self.outcomes) + sum(_OUTCOMES.values()))
+
+    def _step_shares(self) -> list[float]:
+        """Of the returns to the end of an earlier turn, the share that goes 0, 1, 2 … turns back."""
+        counts = [0.0, *(2 * 0.5**n for n in range(1, MAX_STEPS))]
+        for n_turns in self._steps:
+            if n_turns < MAX_STEPS:
+                counts[n_turns] += 1
+        return [count / (len(self._steps) + 2) for count in counts]
+
     @property
     def keeps_replies(self) -> bool:
         """Whether the end of a reply is worth a checkpoint: some returns resume from one, of this turn or an earlier."""
-        return self.outcomes.share(ReturnOutcome.REPLY) + self.outcomes.share(ReturnOutcome.STEP) > REPLY_SHARE
+        return self.share(ReturnOutcome.REPLY) + self.share(ReturnOutcome.STEP) > REPLY_SHARE
 
     @property
     def continues_replies(self) -> bool:
@@ -509,13 +477,18 @@ class Returns:
         """Points of a prompt where returns are likely to leave it, learned from earlier ones."""
         return [n_items - distance for distance in self._unserved.places(n_items, spacing.every_n_tokens)]
 
+    def running_visit(self, node: Node, n_prompt: int, continuation: Continuation) -> Visit:
+        """The visit that a request will leave, if it ended now."""
+        return Visit(node, node.root(), n_prompt, self.n_requests, continuation.hits, continuation.habit)
+
     def expected(
-        self, running: Iterable[RunningVisit], *, anywhere: bool, among: Collection[Node] | None = None
+        self, running: Iterable[Visit], *, anywhere: bool, among: Collection[Node] | None = None
     ) -> dict[int, float]:
         """Returns per request that would resume from each node, by its id: from kept checkpoints, or ``anywhere`` on a
-        lineage. ``among``: whole branches of the tree; only their nodes are asked for. None: all are."""
+        lineage. ``running``: see ``running_visit``. ``among``: whole branches of the tree; only their nodes are asked for.
+        None: all are."""
         self._refresh()
-        sources = list(self._sources(running, among))
+        sources = self._sources(running, among)
         junctions = [
             (node, self._junction_times.density(junction.kind, self._age(junction.at)))
             for node, junction in self._junctions.items()
@@ -523,17 +496,17 @@ class Returns:
         ]
         return self._expected_anywhere(sources, junctions) if anywhere else self._expected_at_kept(sources, junctions)
 
-    def _expected_at_kept(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
+    def _expected_at_kept(self, sources: _Sources, junctions: _Densities) -> dict[int, float]:
         """Of every lineage: the returns that resume no farther back than a checkpoint, less those that resume from one
         below it; and of those that step back the ones that do so to turns that ended between the two."""
         lineages = _KeptLineages(self.visits)
-        stepping, steps = self.outcomes.share(ReturnOutcome.STEP), self._steps.shares()
+        stepping, steps = self.share(ReturnOutcome.STEP), self._step_shares()
         resumed = lineages.resumed_at(sources, self.resumed) * (1 - stepping)
         extra: dict[int, float] = defaultdict(float)
-        for source in sources:
-            for n_turns, kept in enumerate(lineages.turns_above(source.end, MAX_STEPS - 1), 1):
+        for visit, density in sources:
+            for n_turns, kept in enumerate(lineages.turns_above(visit.node, MAX_STEPS - 1), 1):
                 if kept is not None:
-                    extra[kept.id] += stepping * steps[n_turns] * source.density
+                    extra[kept.id] += stepping * steps[n_turns] * density
         for node, density in junctions:
             if (kept := lineages.kept_from(node)) is not None:
                 extra[kept.id] += density
@@ -541,19 +514,19 @@ class Returns:
             extra[node.id] += returns
         return extra
 
-    def _expected_anywhere(self, sources: Sequence[_Source], junctions: _Densities) -> dict[int, float]:
+    def _expected_anywhere(self, sources: _Sources, junctions: _Densities) -> dict[int, float]:
         """The returns that get beyond the beginning of each node. Far enough up that is all of them: those are added up
         once for all lineages."""
         found: dict[int, float] = defaultdict(float)
         whole: dict[Node, float] = defaultdict(float)
-        for source in sources:
-            node: Node | None = source.end
+        for visit, density in sources:
+            node: Node | None = visit.node
             while node is not None and node.parent is not None:
-                distance = max(_IN_REPLY, source.n_prompt - node.start - 1)
+                distance = max(_IN_REPLY, visit.n_prompt - node.start - 1)
                 if distance >= self.resumed.farthest:
-                    whole[node] += source.density
+                    whole[node] += density
                     break
-                found[node.id] += source.density * self.resumed.within(distance)
+                found[node.id] += density * self.resumed.within(distance)
                 node = node.parent
         for node, density in _summed_up(whole).items():
             found[node.id] += density
@@ -561,14 +534,13 @@ class Returns:
             found[node.id] += density
         return found
 
-    def _sources(self, running: Iterable[RunningVisit], among: Collection[Node] | None = None) -> Iterator[_Source]:
-        for node, visit in self.visits.items():
-            if not visit.is_extended and (among is None or node in among):
-                density = self._visit_times.density(visit.kind, self._age(visit.at))
-                yield _Source(visit.node, visit.n_prompt, visit.habit, density)
-        for each in running if among is None else [each for each in running if each.node in among]:
-            density = self._visit_times.density(_class_of(each.continuation.hits), 1)
-            yield _Source(each.node, each.n_prompt, each.continuation.habit, density)
+    def _sources(self, running: Iterable[Visit], among: Collection[Node] | None = None) -> _Sources:
+        visits = (visit for visit in itertools.chain(self.visits.values(), running) if not visit.is_extended)
+        return [
+            (visit, self._visit_times.density(visit.kind, self._age(visit.at)))
+            for visit in visits
+            if among is None or visit.node in among
+        ]
 
     def _age(self, at: int) -> int:
         return self.n_requests - at + 1
@@ -586,16 +558,8 @@ def _some_below(node: Node) -> Iterator[Node]:
         yield found
 
 
-class _Source(NamedTuple):
-    """Where returns come from."""
-
-    end: Node  # of a lineage
-    n_prompt: int
-    habit: Habit
-    density: float
-
-
 _Densities = Sequence[tuple[Node, float]]
+_Sources = Sequence[tuple[Visit, float]]  # where returns come from, and their density
 
 
 class _KeptLineages:
@@ -622,22 +586,24 @@ class _KeptLineages:
             yield self.kept_from(node)
             node = node.parent
 
-    def resumed_at(self, sources: Sequence[_Source], resumed: ResumePoints) -> _Numbers:
+    def resumed_at(self, sources: _Sources, resumed: ResumePoints) -> _Numbers:
         """For each of ``nodes``, the kept ones on these lineages: the returns that resume there if none steps back."""
-        ends = [self.kept_from(source.end) for source in sources]
+        ends = [self.kept_from(visit.node) for visit, _ in sources]
         lineages = [_NOWHERE if end is None else self._lineage(end) for end in ends]
         if not self.nodes:
             return np.zeros(0)
         at = np.concatenate(lineages)
         source = np.repeat(np.arange(len(sources)), [len(lineage) for lineage in lineages])
-        n_prompt = np.array([each.n_prompt for each in sources])
+        n_prompt = np.array([visit.n_prompt for visit, _ in sources])
         distance = np.maximum(_IN_REPLY, n_prompt[source] - np.array([node.n_items for node in self.nodes])[at])
-        habits = np.array([(*each.habit, *[np.inf] * MAX_HABIT)[:MAX_HABIT] for each in sources])
-        n_own = np.array([len(each.habit) for each in sources])  # what its own habit counts, beside 2 for that of all
+        habits = np.array([(*visit.habit, *[np.inf] * MAX_HABIT)[:MAX_HABIT] for visit, _ in sources])
+        n_own = np.array(
+            [len(visit.habit) for visit, _ in sources]
+        )  # what its own habit counts, beside 2 for that of all
         n_habits = (habits[source] <= distance[:, None]).sum(axis=1)
         reached = (2 * resumed.shares_within(distance) + n_habits) / (n_own + 2)[source]
         below = np.concatenate([[0.0], reached[:-1]]) * np.concatenate([[False], source[1:] == source[:-1]])
-        densities = np.array([each.density for each in sources])
+        densities = np.array([density for _, density in sources])
         return np.bincount(at, densities[source] * (reached - below), len(self.nodes)).astype(float)
 
     def _lineage(self, kept: Node) -> NDArray[np.int64]:

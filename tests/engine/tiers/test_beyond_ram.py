@@ -421,7 +421,7 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 ):
     with kept_core(tmp_path, arch, memory=memory, n_slots=1) as core:
         if is_likely:
-            core.cache.returns.outcomes.note(ReturnOutcome.REPLY)
+            core.cache.returns.outcomes.append(ReturnOutcome.REPLY)
         reply = finish(core, told(0), 60, stable=STABLE).result.tokens
         evict_all(core)
         result = run(core, [*told(0), *reply, *NEW])
@@ -432,7 +432,7 @@ def test_the_end_of_a_reply_is_written_when_ram_gives_it_up_if_turns_continue_fr
 def test_the_end_of_a_reply_is_not_kept_where_no_turn_continues_from_one(leaves):
     with open_core(n_slots=1) as core:
         for _ in range(60):
-            core.cache.returns.outcomes.note(ReturnOutcome.ELSEWHERE if leaves else ReturnOutcome.REPLY)
+            core.cache.returns.outcomes.append(ReturnOutcome.ELSEWHERE if leaves else ReturnOutcome.REPLY)
         reply = run(core, told(0), 20, stable=STABLE).tokens
         kinds = {node.checkpoint.kind for node in core.cache.tree.nodes() if node.checkpoint is not None}
         assert (CutKind.REPLY in kinds) is not leaves and CutKind.STABLE in kinds

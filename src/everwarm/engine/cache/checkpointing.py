@@ -185,8 +185,9 @@ class Checkpointer:
     def _thin_path(self, node: Node) -> None:
         kept = [(n, n.checkpoint) for n in node.lineage() if n.checkpoint is not None]
         by_end = {n.n_items: n for n, _ in kept}
-        path = [policy.KeptCheckpoint(n.n_items, checkpoint.kind, n.n_pinned > 0) for n, checkpoint in kept]
-        for n_items in policy.thin(path, self.spacing.max_checkpoints):
+        path = [policy.Cut(n.n_items, checkpoint.kind) for n, checkpoint in kept]
+        pinned = {n.n_items for n, _ in kept if n.n_pinned}
+        for n_items in policy.thin(path, self.spacing.max_checkpoints, pinned):
             self.drop(by_end[n_items], "thinning")
 
     # using

@@ -16,7 +16,7 @@ from everwarm.engine.stats import CheckpointStats, Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.ram_eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
-from everwarm.state.returns import Returns, RunningVisit
+from everwarm.state.returns import Returns
 from everwarm.state.tree import Eviction, Node, Tree
 
 Leaving = Callable[[Sequence[Node]], None]
@@ -177,7 +177,7 @@ class RamBudget:
         kind = self._kind
         resident = frozenset(id(n) for _, end in self._residents.ends() for n in end.lineage())
         running = [
-            RunningVisit(slot.node, slot.request.n_prompt, slot.request.continuation)
+            self._returns.running_visit(slot.node, slot.request.n_prompt, slot.request.continuation)
             for slot in self._residents.slots
             if slot.request is not None and not slot.request.ask.is_background
         ]

@@ -36,7 +36,7 @@ from everwarm.llama.blobs import HEADER_BYTES, in_streams, trunk
 from everwarm.llama.model import MemoryKind
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.lineage import is_adapted, is_unverified, owner_of, unverified
-from everwarm.state.policy import CutKind, KeptCheckpoint, worth_saving
+from everwarm.state.policy import Cut, CutKind, worth_saving
 from everwarm.state.returns import Continuation
 from everwarm.state.store.arena import Arena
 from everwarm.state.store.files import Files, sweep
@@ -158,11 +158,12 @@ def _in_ram(core: Core, slot: Slot, points: Sequence[SavedPoint]) -> Scattered |
 def _worth_saving(slot: Slot) -> list[Node]:
     kept = {node.n_items: node for node in slot.node.lineage() if node.n_items <= slot.n_fed}
     path = [
-        KeptCheckpoint(node.n_items, node.checkpoint.kind, node.n_pinned > 0)
+        Cut(node.n_items, node.checkpoint.kind)
         for node in kept.values()
         if node.checkpoint is not None and node.checkpoint.is_held
     ]
-    return [kept[n_items] for n_items in worth_saving(path, MAX_SAVED)]
+    pinned = {n_items for n_items, node in kept.items() if node.n_pinned}
+    return [kept[n_items] for n_items in worth_saving(path, MAX_SAVED, pinned)]
 
 
 def _saved_point(core: Core, node: Node) -> SavedPoint | None:
