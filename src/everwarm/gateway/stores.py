@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from everwarm.errors import BadRequest, EverwarmError
+from everwarm.errors import BadRequest, EverwarmError, NotFound
 from everwarm.gateway.chat.reply_memory import RememberedReply
 from everwarm.state.store.files import Files, make_folder
 from everwarm.types import Json
@@ -215,12 +215,15 @@ class StoredResponse(msgspec.Struct, frozen=True):
         return [*self.input, *self.response["output"]]
 
 
-class LinkMissing(Exception):
-    """A response is not stored: the requested one, or one before it."""
+WHY_MISSING = "it still runs, was never stored, was deleted, or was evicted"
 
-    def __init__(self, id: str) -> None:
-        super().__init__(id)
-        self.id = id
+
+def missing_link(link: str, id: str) -> NotFound:
+    """A link of the conversation that ends with a response is not stored: that response, or one before it."""
+    words = f"the previous response {id[:80]!r} is not stored here: {WHY_MISSING}"
+    if link != id:
+        words = f"{link[:80]!r}, which {id[:80]!r} continues, is not stored any more"
+    return NotFound(f"{words}; send the whole conversation as input", "previous_response_not_found")
 
 
 _decode_response = msgspec.json.Decoder(StoredResponse).decode
@@ -299,7 +302,7 @@ class ResponseStore(SqliteStore):
         return True
 
     def chain(self, namespace: str, id: str) -> list[StoredResponse]:
-        """The conversation that ends with this response, oldest first. ``LinkMissing`` if a part of it is not stored,
+        """The conversation that ends with this response, oldest first. ``NotFound`` if a part of it is not stored,
         ``BadRequest`` if it is too large."""
         found: list[StoredResponse] = []
         try:
@@ -309,13 +312,13 @@ class ResponseStore(SqliteStore):
                 while link is not None:
                     kept = _read(database, namespace, link) if len(found) < MAX_LINKS else None
                     if kept is None:
-                        raise LinkMissing(link)
+                        raise missing_link(link, id)
                     found.append(kept)
                     link = kept.parent
                 _touch(database, [kept.id for kept in found], _next_use(database, "responses"))
         except (sqlite3.Error, OSError) as error:
             responses_log.warning("a response cannot be read: %s", error)
-            raise LinkMissing(id) from None
+            raise missing_link(id, id) from None
         return found[::-1]
 
     def delete(self, namespace: str, id: str) -> bool:

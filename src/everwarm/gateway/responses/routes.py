@@ -31,7 +31,7 @@ from everwarm.gateway.serving.generate import ReplyEvent
 from everwarm.gateway.serving.replies import Dialect, Replies
 from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.serving.request_preparer import RequestPreparer
-from everwarm.gateway.stores import LinkMissing, ResponseStore, StoredResponse, page_of
+from everwarm.gateway.stores import WHY_MISSING, ResponseStore, StoredResponse, missing_link, page_of
 from everwarm.router.pool import Pool
 from everwarm.types import Json
 
@@ -40,7 +40,6 @@ log = logging.getLogger("everwarm.gateway")
 PREFIX = "resp_"  # of ids
 MAX_REFERRED = 32
 MAX_SUMMARY_TOKENS = 2048
-_REASONS = "it still runs, was never stored, was deleted, or was evicted"
 _ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{24})[0-9a-f]{4}o?")
 
 
@@ -293,16 +292,9 @@ class ResponsesTurn(Dialect):
         id = self._body.previous_response_id
         if id is None:
             return []
-        try:
-            if not id.startswith(PREFIX):
-                raise LinkMissing(id)
-            chain = await asyncio.to_thread(self._store.chain, self.namespace, id)
-        except LinkMissing as missing:
-            words = f"the previous response {id[:80]!r} is not stored here: {_REASONS}"
-            if missing.id != id:
-                words = f"{missing.id[:80]!r}, which {id[:80]!r} continues, is not stored any more"
-            message = f"{words}; send the whole conversation as input"
-            raise NotFound(message, "previous_response_not_found") from None
+        if not id.startswith(PREFIX):
+            raise missing_link(id, id)
+        chain = await asyncio.to_thread(self._store.chain, self.namespace, id)
         return [item for kept in chain for item in kept.items]
 
     def _item_finder(self) -> Callable[[str], Json | None]:
@@ -331,4 +323,4 @@ def _frame(event: Json) -> bytes:
 
 
 def _not_found(id: str) -> NotFound:
-    return NotFound(f"there is no response {id[:80]!r} here: {_REASONS}", "response_not_found")
+    return NotFound(f"there is no response {id[:80]!r} here: {WHY_MISSING}", "response_not_found")
