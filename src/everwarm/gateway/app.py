@@ -22,7 +22,7 @@ from everwarm.gateway.access.middleware import Guard, error_response
 from everwarm.gateway.admin.cache_api import CacheApi
 from everwarm.gateway.admin.cache_plan import CachePlanner
 from everwarm.gateway.admin.metrics import LoopLag, Metrics
-from everwarm.gateway.admin.models import Models
+from everwarm.gateway.admin.models import Models, Pulls
 from everwarm.gateway.admin.request_log import RequestLog, log_request
 from everwarm.gateway.admin.status import Status
 from everwarm.gateway.admin.traces import send_traces
@@ -34,7 +34,7 @@ from everwarm.gateway.http.sse import ClientGone
 from everwarm.gateway.images.image_download import ImageDownloader
 from everwarm.gateway.images.image_loader import ImageLimits, ImageLoader
 from everwarm.gateway.llamaserver.routes import LlamaServer
-from everwarm.gateway.ollama.models import DerivedModels, Pulls
+from everwarm.gateway.ollama.models import DerivedModels
 from everwarm.gateway.ollama.routes import Ollama
 from everwarm.gateway.openai.routes import OpenAI
 from everwarm.gateway.responses.background_responses import BackgroundResponses

@@ -13,8 +13,8 @@ import ollama
 import pytest
 
 from everwarm.errors import BadRequest, NotFound, Overloaded
-from everwarm.gateway.ollama import models
-from everwarm.gateway.ollama.models import Pulls
+from everwarm.gateway.admin import models
+from everwarm.gateway.admin.models import Pulls
 from everwarm.router.catalog import hub
 from support.fake_hub import FakeHub, Repo
 from support.models import EMBEDDED

@@ -13,15 +13,14 @@ from starlette.routing import Route
 from everwarm import __version__
 from everwarm.errors import BadRequest, NotSupported
 from everwarm.gateway.access.auth import admin_only, principal_of
+from everwarm.gateway.admin.models import SUCCESS, Pulls
 from everwarm.gateway.http.sse import EventStream, json_response, unless_gone
 from everwarm.gateway.ollama.encode import MEDIA_TYPE, OllamaEncoder, ReplyFields, chat_fields, generate_fields, line
 from everwarm.gateway.ollama.models import (
     IN_MEMORY,
-    SUCCESS,
     CopyBody,
     CreateBody,
     DerivedModels,
-    Pulls,
     derived_entries,
     details_of,
     listed,
