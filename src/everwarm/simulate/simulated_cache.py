@@ -170,7 +170,7 @@ class SimulatedCache:
 
     def _write_leaving(self, node: Node) -> None:
         """A state that a next turn may need is written before RAM evicts it, while the disk has room."""
-        if self._disk is None or node.checkpoint is None or not self._disk.has_room:
+        if self._disk is None or node.checkpoint is None or not self._disk.has_room():
             return
         kind = node.checkpoint.kind
         continues = not self._policy.learns or self._returns.continues_replies
@@ -206,7 +206,9 @@ class SimulatedCache:
         """Whether what the device holds of a conversation of so many tokens may leave it."""
         curves = self._curves
         n_bytes = curves.state_bytes + n_tokens * curves.kv_bytes_per_token
-        load_s = math.inf if self._disk is None else self._disk.seconds(n_bytes)
+        load_s = math.inf
+        if self._disk is not None and self._disk.has_room(n_bytes):
+            load_s = self._disk.seconds(n_bytes)
         return state_policy.has_other_place(unsaved_bytes, self._n_left, load_s, n_tokens * curves.seconds_per_token)
 
     def _make_room(self, n_cells: int, running: SimulatedSlot) -> None:

@@ -163,10 +163,9 @@ class SimulatedDisk:
                 self.written_bytes += blob.nbytes
         self._shrink(now)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether more can be written without evicting anything."""
-        return self._tree.ram_bytes < self.size.disk_bytes
+    def has_room(self, n_bytes: int = 1) -> bool:
+        """Whether so many bytes more can be written without evicting anything."""
+        return self._tree.ram_bytes + n_bytes <= self.size.disk_bytes
 
     def seconds(self, n_bytes: int) -> float:
         """To load so many bytes."""

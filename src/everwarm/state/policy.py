@@ -465,5 +465,5 @@ def seat(seats: Sequence[Seat], worth: Callable[[int], float]) -> int:
 def has_other_place(unsaved_bytes: int, free_bytes: int, load_s: float, read_s: float) -> bool:
     """Whether an idle conversation may leave the device, only so that others are faster without it: RAM has room for
     what only the device holds of it, or the disk gives all of it back much sooner than it would be read again.
-    ``load_s``: infinite without a disk."""
+    ``load_s``: infinite without a disk that has room for it."""
     return unsaved_bytes <= free_bytes or load_s <= LOADED_SHARE * read_s

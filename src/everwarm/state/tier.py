@@ -119,6 +119,10 @@ class DiskTier:
     def n_bytes(self) -> int:
         return 0
 
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether so many bytes more fit without evicting anything."""
+        return False
+
     @property
     def pins(self) -> tuple[Pin, ...]:
         return ()

@@ -224,6 +224,9 @@ class Disk(DiskTier):
         with self._lock:
             return self._objects.total_bytes + sum(self._stuck.values())
 
+    def has_room(self, n_bytes: int) -> bool:
+        return self.n_bytes + n_bytes <= self.budget_bytes
+
     def size_of(self, names: Sequence[str]) -> int:
         """Bytes of those objects that are here."""
         with self._lock:
