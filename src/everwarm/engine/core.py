@@ -242,6 +242,7 @@ class Core:
 
     def tidy_overdue(self) -> None:
         """Work that cannot wait until nothing runs any more."""
+        self.context.finish_drop()
         self.cache.tidy_overdue()
 
     @property

@@ -7,9 +7,10 @@ sequence's end is counted here; libllama's own counters are used only to assert.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,6 +81,8 @@ class Context(Closing):
         self._stateless = [False] * n_seqs  # has KV but no state yet: must not be decoded
         self._is_taken_back = [False] * n_seqs  # its state is a snapshot
         self._has_snapshots = [False] * n_seqs
+        self._leaving: dict[SeqId, int] = {}  # emptied here and not yet in libllama: the cells that it holds there
+        self._drops_later = False
         self.n_snapshots = int(self._lib.n_rs_seq(self._ptr))  # 0 where the architecture has none
         self.head = self._open_head(n_seqs) if model.has_head else None
         self.place = place
@@ -108,6 +111,7 @@ class Context(Closing):
         n, rows = self._fill(feeds)
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"{n} tokens need {n} cells but {self.cells.free} of {self.n_ctx} are free")
+        self._finish_drops_for(n)
         if self.head is not None:
             self.head.listen(is_wanted=any(feed.is_for_head for feed in feeds))
         files = self.model.files
@@ -155,13 +159,14 @@ class Context(Closing):
 
     def see(self, seq: SeqId, media: MediaModel, embedding: Embedding, end: Mark, *, wants_logits: bool) -> None:
         """Append a whole image or sound. ``ContextFull``: nothing changed; ``DecodeFailed``: the sequence is empty."""
-        self._check_seq(seq)
+        self._use(seq)
         assert not self._stateless[seq], f"sequence {seq} has KV but no state"
         n = embedding.shape.n_tokens
         start = self._end[seq]
         assert end.n_tokens == start.n_tokens + n and end.pos == start.pos + embedding.shape.n_pos
         if self._has_attention and n > self.cells.free:
             raise ContextFull(f"an image of {n} cells does not fit into {self.cells.free}")
+        self._finish_drops_for(n)
         files = self.model.files
         before = self.model.files.before_use()
         code = decode_image(
@@ -212,7 +217,7 @@ class Context(Closing):
         return n, rows
 
     def _check_feed(self, feed: Feed) -> None:
-        self._check_seq(feed.seq)
+        self._use(feed.seq)
         assert len(feed.tokens) > feed.n_draft, "a feed needs at least one token"
         assert feed.start == self._end[feed.seq], f"sequence {feed.seq} ends at {self._end[feed.seq]}, not {feed.start}"
         assert not self._stateless[feed.seq], f"sequence {feed.seq} has KV but no state"
@@ -230,8 +235,8 @@ class Context(Closing):
         self._end[feed.seq] = Mark(TokenCount(feed.start.n_tokens + n), Position(feed.start.pos + n))
 
     def _is_trusted(self, seq: SeqId) -> bool:
-        """False: KV that is computed now may come from a packed state, so it is not clean."""
-        return not self.packs_states or self._state_clean[seq]
+        """False: KV that is computed now is not clean. It may come from a packed state, or lie beside dropped cells."""
+        return not self._leaving and (not self.packs_states or self._state_clean[seq])
 
     def logits(self, row: int) -> Logits:
         """The ``row``-th row of the last decode, over all feeds that wanted logits. A live view: copy it to keep it."""
@@ -269,17 +274,54 @@ class Context(Closing):
             self._scales = scales
 
     def drop(self, seq: SeqId) -> None:
-        self._check_seq(seq)
-        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        self._use(seq)
+        n_cells = self.cells.count(seq)
         self._forget(seq)
         if self.head is not None:
             self.head.drop(seq)
-        if self.cells.used == 0 and not any(end.n_tokens for end in self._end):
+        if self._drops_later and n_cells:
+            self._leaving[seq] = n_cells
+        else:
+            self._empty(seq)
+
+    @contextlib.contextmanager
+    def dropping_later(self) -> Iterator[None]:
+        """What is dropped inside is gone at once for everyone here, but libllama empties it later: with ``finish_drop``,
+        before the sequence is used again, or when its cells are needed. Until then nothing that is decoded is clean."""
+        self._drops_later = True
+        try:
+            yield
+        finally:
+            self._drops_later = False
+
+    @property
+    def n_to_empty(self) -> int:
+        """Sequences that were dropped and are still in libllama."""
+        return len(self._leaving)
+
+    def finish_drop(self) -> None:
+        """Empties one sequence that was dropped before, if there is one."""
+        if self._leaving:
+            self._empty(next(iter(self._leaving)))
+
+    def finish_drops(self) -> None:
+        while self._leaving:
+            self.finish_drop()
+
+    def _empty(self, seq: SeqId) -> None:
+        self._leaving.pop(seq, None)
+        self._lib.memory_seq_rm(self._mem, seq, -1, -1)
+        if self.cells.used == 0 and not self._leaving and not any(end.n_tokens for end in self._end):
             self._lib.memory_clear(self._mem, False)  # the next one starts at the first cell again
+
+    def _finish_drops_for(self, n_cells: int) -> None:
+        """Empties what was dropped if libllama may need its cells."""
+        if self._leaving and n_cells > self.cells.free - sum(self._leaving.values()):
+            self.finish_drops()
 
     def trim(self, seq: SeqId, mark: Mark) -> None:
         """Cut the sequence back to ``mark``, or raise ``TrimRefused`` and change nothing."""
-        self._check_seq(seq)
+        self._use(seq)
         assert not self._stateless[seq], f"sequence {seq} has KV but no state: restore one"
         assert mark.n_tokens <= self._end[seq].n_tokens, f"sequence {seq} ends at {self._end[seq]}, before {mark}"
         if mark == self._end[seq]:
@@ -301,7 +343,7 @@ class Context(Closing):
 
         Only if all sequences of that decode got as many tokens. Otherwise libllama splits it, moves states between the
         parts, and leaves the snapshots of those that it moved behind, where others write."""
-        self._check_seq(seq)
+        self._use(seq)
         n = self._end[seq].n_tokens - mark.n_tokens
         assert 0 < n <= self.n_snapshots, f"sequence {seq} has {self.n_snapshots} snapshots, not {n}"
         assert self._has_snapshots[seq], f"sequence {seq} was decoded beside others that got more or fewer tokens"
@@ -325,8 +367,8 @@ class Context(Closing):
 
     def park(self, slot: SeqId, spare: SeqId) -> None:
         """Make ``spare`` a second name for the whole of ``slot``. Copies nothing; works the other way round too."""
-        self._check_seq(slot)
-        self._check_seq(spare)
+        self._use(slot)
+        self._use(spare)
         assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
         assert not self._is_taken_back[slot], f"sequence {slot} stands at a snapshot: decode it first"
         assert slot != spare, "a sequence cannot be parked in itself"
@@ -345,8 +387,8 @@ class Context(Closing):
     def hold_state(self, seq: SeqId, holder: SeqId) -> None:
         """Make ``holder``, which is empty, a second name for the recurrent state of ``seq`` alone. Copies nothing, and
         takes no time for the cells of attention, however many there are. Only to be put back, or dropped."""
-        self._check_seq(seq)
-        self._check_seq(holder)
+        self._use(seq)
+        self._use(holder)
         assert self.can_be_parked(seq), f"the state of sequence {seq} cannot be held"
         self._lib.memory_seq_cp(self._mem, seq, holder, _BEYOND_ALL, -1)  # states are shared whatever the range
         self._state_clean[holder] = self._state_clean[seq]
@@ -362,7 +404,7 @@ class Context(Closing):
 
     def share_kv(self, src: SeqId, dst: SeqId, mark: Mark) -> None:
         """Give ``dst`` the KV of ``src`` up to ``mark``. A state must be restored before it can be decoded."""
-        self._check_seq(src)
+        self._use(src)
         assert self.kind.can_share_cells, "a sliding-window cache must not share cells"
         assert src != dst, "a sequence cannot share with itself"
         assert mark.n_tokens <= self.cells.count(src), f"sequence {src} holds less than {mark}"
@@ -376,7 +418,7 @@ class Context(Closing):
 
     def keep_kv(self, seq: SeqId, mark: Mark) -> None:
         """Cut a sequence back to ``mark`` where libllama would refuse: the KV stays, the state must be restored."""
-        self._check_seq(seq)
+        self._use(seq)
         assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less than {mark}"
         if mark == START:
             return self.drop(seq)
@@ -405,7 +447,7 @@ class Context(Closing):
         """The state at the sequence's end, in as few bytes as the options say."""
         if not self.packs_states:
             return self.capture(seq)
-        self._check_seq(seq)
+        self._use(seq)
         room = self._room_for_state(seq)
         return room.closed(pack(self._read(seq, abi.STATE_PARTIAL), self.options.state_type, room))
 
@@ -415,7 +457,7 @@ class Context(Closing):
     def capture(self, seq: SeqId) -> Blob:
         """The recurrent and sliding-window state at the sequence's end. A window cache is a ring, and its sums depend on
         where in it the window lies: so it is placed anew right after it was read, as a later restore will place it."""
-        self._check_seq(seq)
+        self._use(seq)
         assert self.kind.needs_checkpoints, "plain attention has no state to capture"
         room = self._room_for_state(seq)
         blob = self._read(seq, abi.STATE_PARTIAL, room)
@@ -432,7 +474,7 @@ class Context(Closing):
     def scrub(self, seq: SeqId) -> None:
         """Drop a sequence whose state is not a number. libllama empties a recurrent cell by multiplying it with 0, and
         NaN times 0 is NaN: so the state is made finite before it is dropped."""
-        self._check_seq(seq)
+        self._use(seq)
         if self.kind.needs_checkpoints and self._end[seq] != START:
             self._write(seq, without_nan(self._read(seq, abi.STATE_PARTIAL)), abi.STATE_PARTIAL)
         self.drop(seq)
@@ -443,6 +485,7 @@ class Context(Closing):
         """Empty everything and zero it: NaN in a freed KV cell spoils all that attend over it, masked or not."""
         for seq in range(self.options.n_seq_max):
             self._forget(SeqId(seq))
+        self._leaving.clear()
         self._lib.memory_clear(self._mem, True)
         if self.head is not None:
             self.head.clear()
@@ -458,7 +501,7 @@ class Context(Closing):
         On ``StateRejected`` the KV is still there but the sequence has no state: restore another one or drop it. A
         half-written state must never be decoded.
         """
-        self._check_seq(seq)
+        self._use(seq)
         if self.kind.has_attention:
             assert mark.n_tokens <= self.cells.count(seq), f"sequence {seq} holds less KV than {mark}"
         self._stateless[seq] = True
@@ -503,8 +546,9 @@ class Context(Closing):
     def restore_sequence(self, seq: SeqId, data: Blob, mark: Mark, head: Blob | None = None) -> int:
         """Put a whole sequence in place of an empty one; returns its bytes. ``head``: what the model's head knew of it. On
         ``StateRejected`` it is still empty."""
-        self._check_seq(seq)
+        self._use(seq)
         assert self._end[seq] == START, f"sequence {seq} is not empty"
+        self._finish_drops_for(mark.n_tokens)
         blob = with_header(data, seq)
         n = 0
         if begins_sequence(blob, self.kind, mark):
@@ -528,7 +572,7 @@ class Context(Closing):
 
     def capture_segment(self, seq: SeqId, start: Mark, stop: Mark) -> Blob:
         """The attention KV between two marks, and nothing else."""
-        self._check_seq(seq)
+        self._use(seq)
         assert START <= start < stop and stop.n_tokens <= self.cells.count(seq), f"{start}..{stop} is not in {seq}"
         room = Room(self.place, None if self.head is None else self.head.capture(seq, start.pos, stop.pos))
         self._lib.memory_seq_cp(self._mem, seq, self._scratch, start.pos, stop.pos)
@@ -544,10 +588,11 @@ class Context(Closing):
         ``blob`` has ``n_cells`` and may reach beyond both ends; only what lies between is used. On ``StateRejected``
         nothing was appended.
         """
-        self._check_seq(seq)
+        self._use(seq)
         assert start == self._end[seq], f"sequence {seq} ends at {self._end[seq]}, not {start}"
         if n_cells > self.cells.free:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
+        self._finish_drops_for(n_cells)
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         blob, of_head = split(blob)
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):
@@ -555,7 +600,7 @@ class Context(Closing):
         # else cells before it were written too, and left a hole; one behind it is where the next ones go
         begins_here = first_position(blob, n_cells) == start.pos
         alone = self.cells.is_alone(seq)
-        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and begins_here)
+        self.cells.append(seq, stop.n_tokens - start.n_tokens, clean=clean and begins_here and not self._leaving)
         if not alone:
             self._disturb_windows()
         self._end[seq] = stop
@@ -641,9 +686,12 @@ class Context(Closing):
 
     # counters
 
-    def _check_seq(self, seq: SeqId) -> None:
+    def _use(self, seq: SeqId) -> None:
+        """Before anything is done with a sequence."""
         assert self._ptr is not None, "the context is closed"
         assert 0 <= seq < self.options.n_seq_max, f"sequence {seq} is not one of {self.options.n_seq_max}"
+        if seq in self._leaving:
+            self._empty(seq)
 
     def _set_end(self, seq: SeqId, mark: Mark) -> None:
         if self.kind.has_attention:
@@ -662,7 +710,9 @@ class Context(Closing):
         self.cells.check()
         for i, end in enumerate(self._end[: self.options.n_seq_max]):
             seen = int(self._lib.memory_seq_pos_max(self._mem, i))
-            assert self._stateless[i] or seen == end.last_pos, f"sequence {i}: libllama ends at {seen}, expected {end}"
+            assert i in self._leaving or self._stateless[i] or seen == end.last_pos, (
+                f"sequence {i}: libllama ends at {seen}, expected {end}"
+            )
         if self.head is not None:
             self.head.check()
 

@@ -48,7 +48,6 @@ class DeviceRoom:
         self._disk_s = disk_s
         self._tier_writer = tier_writer
         self._idle_cells = idle_cells
-        self._has_idle_to_move = False
 
     def make_room(self, n_cells: int, keep: Slot | None = None) -> bool:
         """Empty spares and idle slots until ``n_cells`` are free. False: running requests hold too many."""
@@ -66,40 +65,37 @@ class DeviceRoom:
                 self.vacate(slot)
         return cells.free >= n_cells
 
-    def limit_idle(self) -> None:
+    def limit_idle(self, started: Slot) -> None:
         """Limits the cells of idle conversations for each running request: attention runs over idle cells, too. What has
-        no other place stays: RAM has no room for it, and there is no disk, or loading would take too long."""
-        while self._move_one_out():
-            pass
-        self._has_idle_to_move = False
+        no other place stays: RAM has no room for it, and there is no disk with room, or loading would take too long.
 
-    def limit_idle_later(self) -> None:
-        """The same in pieces, after the next steps: a request that has just come back need not wait for it."""
-        self._has_idle_to_move = True
-
-    def limit_idle_piece(self) -> None:
-        """Moves at most one sequence out, if ``limit_idle_later`` was called and more than the limit are idle."""
-        self._has_idle_to_move = self._has_idle_to_move and self._move_one_out()
-
-    def _move_one_out(self) -> bool:
-        """False: no more have to leave, or nothing runs any more."""
+        libllama takes milliseconds to empty a long sequence. It does so at once where this decides whether the cells of
+        ``started`` are clean, else after the first token of its request.
+        """
         if not self._context.kind.has_attention:
-            return False
+            return
+        if self._context.is_clean(started.seq):
+            self._context.finish_drops()
+            self._move_idle_out()
+        else:
+            with self._context.dropping_later():
+                self._move_idle_out()
+
+    def _move_idle_out(self) -> None:
         cells = self._context.cells
         running = [slot for slot in self._residents.slots if not slot.is_idle]
-        most = cells.used_by(slot.seq for slot in running) + self._idle_cells * len(running)
-        if not running or cells.used <= most:
-            return False
         own = {id(node) for slot in running for node in slot.node.lineage()}
+        most = cells.used_by(slot.seq for slot in running) + self._idle_cells * len(running)
         for spare, node in self._parked_by_age():
+            if cells.used <= most:
+                return
             if id(node) not in own and self._has_other_place(spare, self._writer.parked_bytes(spare, node)):
                 self._checkpointer.move_out(spare)
-                return True
         for slot in self._idle_by_worth():
+            if cells.used <= most:
+                return
             if self._has_other_place(slot.seq, self._writer.unsaved_bytes(slot)):
                 self.vacate(slot)
-                return True
-        return False
 
     def _has_other_place(self, seq: SeqId, unsaved_bytes: int) -> bool:
         """Whether a sequence may leave the device; ``unsaved_bytes``: what RAM would have to take of it."""
@@ -121,6 +117,7 @@ class DeviceRoom:
 
     def clear(self) -> None:
         """Empty all spares and all slots, which are idle."""
+        self._context.finish_drops()
         for spare in self._residents.spares:
             self._checkpointer.move_out(spare)
         for slot in self._residents.slots:

@@ -59,7 +59,6 @@ class PrefixCache:
 
     def tidy_overdue(self) -> None:
         """Work that cannot wait until nothing runs any more."""
-        self.room.limit_idle_piece()
         if self.offload is not None:
             self.offload.copy_piece(self.residents.slots)
         self.tier_writer.tidy_overdue(self.residents.slots, time.monotonic())

@@ -143,19 +143,12 @@ class Starter:
             restored = cache.restorer.start_cold(slot, goal)  # its suspended state was lost: it is read again
         slot.seat(request, self._cuts(request, match, restored))
         if not ask.ahead:
-            self._limit_idle(slot)
+            cache.room.limit_idle(slot)
         cache.ram_budget.enforce()  # what was pinned meanwhile may go now
         self._touch_session(slot)
         if is_first:
             self._note_first(request, match, restored, brought)
         return slot, restored
-
-    def _limit_idle(self, slot: Slot) -> None:
-        """At once where it decides whether the slot's cells stay clean; else the request's first token comes before."""
-        if self.context.is_clean(slot.seq):
-            self.cache.room.limit_idle()
-        else:
-            self.cache.room.limit_idle_later()
 
     # where a prompt is cut for checkpoints
 
