@@ -1,7 +1,6 @@
 """The flags of ``serve``, and the frozen settings they become.
 
-``ServeOptions`` has the main ones. In it are two groups that most users need none of: ``PlacementOptions`` say where
-weights lie and how positions are encoded, ``RequestOptions`` are defaults of requests that do not set a field.
+``RequestOptions`` are the defaults of requests that do not set a field, ``ServeOptions`` all others.
 """
 
 from __future__ import annotations
@@ -54,75 +53,6 @@ from everwarm.state.policy import CheckpointParams
 
 _EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _STANDARD = Sampling()
-
-
-@Parameter(name="*")
-@dataclasses.dataclass(frozen=True)
-class PlacementOptions:
-    load_mode: Annotated[
-        LoadMode | None,
-        Parameter(group=PLACEMENT, help="how the model file is read, instead of --mmap and --mlock; dio: direct I/O"),
-    ] = None
-    split_mode: Annotated[SplitMode, Parameter(group=PLACEMENT, help="how several GPUs share the model")] = "layer"
-    main_gpu: Annotated[
-        int, Parameter(group=PLACEMENT, help="the GPU for all of it (--split-mode none) or for small tensors (row)")
-    ] = 0
-    device: Annotated[
-        tuple[str, ...], Parameter(group=PLACEMENT, negative=(), help="GPU to use; repeatable; default: all")
-    ] = ()
-    override_tensor: Annotated[
-        tuple[str, ...],
-        Parameter(
-            group=PLACEMENT,
-            negative=(),
-            help="PATTERN=BUFFER keeps tensors whose names fit elsewhere, like 'ffn_.*_exps=CPU'; repeatable",
-        ),
-    ] = ()
-    cpu_moe: Annotated[bool, Parameter(group=PLACEMENT, negative=(), help="all experts stay in host memory")] = False
-    n_cpu_ffn: Annotated[int, Parameter(group=PLACEMENT, help="layers whose dense FFN stays in host memory")] = 0
-    repack: Annotated[bool, Parameter(group=PLACEMENT, help="keep weights in a layout for quicker kernels")] = True
-    no_host: Annotated[bool, Parameter(group=PLACEMENT, negative=(), help="do without pinned host buffers")] = False
-    check_tensors: Annotated[
-        bool, Parameter(group=PLACEMENT, negative=(), help="look for invalid numbers in the model file")
-    ] = False
-    kv_offload: Annotated[bool, Parameter(group=PLACEMENT, help="keep KV where its layer is")] = True
-    op_offload: Annotated[
-        bool, Parameter(group=PLACEMENT, help="let a GPU compute large batches of layers in host memory, too")
-    ] = True
-    threads_batch: Annotated[
-        int | None, Parameter(group=PLACEMENT, help="CPU threads for prompts; default: --threads")
-    ] = None
-
-    rope_scaling: Annotated[RopeScaling | None, Parameter(group=ROPE, help="default: the model's")] = None
-    rope_freq_base: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
-    rope_freq_scale: Annotated[float | None, Parameter(group=ROPE, help="1/N extends the context N times")] = None
-    yarn_orig_ctx: Annotated[
-        int | None, Parameter(group=ROPE, help="context of the training; default: the model's")
-    ] = None
-    yarn_ext_factor: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
-    yarn_attn_factor: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
-    yarn_beta_fast: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
-    yarn_beta_slow: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
-
-    def overrides(self) -> tuple[tuple[str, str], ...]:
-        found = []
-        for text in self.override_tensor:
-            pattern, _, buffer_type = text.rpartition("=")
-            require(bool(pattern and buffer_type), f"{text!r} is no PATTERN=BUFFER; give one like 'ffn_.*_exps=CPU'")
-            found.append((pattern, buffer_type))
-        return (*found, *([(_EXPERTS, "CPU")] if self.cpu_moe else []))
-
-    def rope(self) -> RopeOptions:
-        return RopeOptions(
-            self.rope_scaling,
-            self.rope_freq_base,
-            self.rope_freq_scale,
-            self.yarn_orig_ctx,
-            self.yarn_ext_factor,
-            self.yarn_attn_factor,
-            self.yarn_beta_fast,
-            self.yarn_beta_slow,
-        )
 
 
 @Parameter(name="*")
@@ -661,7 +591,50 @@ class ServeOptions:
     mlock: Annotated[bool, Parameter(group=COMPUTE, negative=(), help="keep the model in RAM: never swap it out")] = (
         False
     )
-    placement: PlacementOptions = dataclasses.field(default_factory=PlacementOptions)
+    load_mode: Annotated[
+        LoadMode | None,
+        Parameter(group=PLACEMENT, help="how the model file is read, instead of --mmap and --mlock; dio: direct I/O"),
+    ] = None
+    split_mode: Annotated[SplitMode, Parameter(group=PLACEMENT, help="how several GPUs share the model")] = "layer"
+    main_gpu: Annotated[
+        int, Parameter(group=PLACEMENT, help="the GPU for all of it (--split-mode none) or for small tensors (row)")
+    ] = 0
+    device: Annotated[
+        tuple[str, ...], Parameter(group=PLACEMENT, negative=(), help="GPU to use; repeatable; default: all")
+    ] = ()
+    override_tensor: Annotated[
+        tuple[str, ...],
+        Parameter(
+            group=PLACEMENT,
+            negative=(),
+            help="PATTERN=BUFFER keeps tensors whose names fit elsewhere, like 'ffn_.*_exps=CPU'; repeatable",
+        ),
+    ] = ()
+    cpu_moe: Annotated[bool, Parameter(group=PLACEMENT, negative=(), help="all experts stay in host memory")] = False
+    n_cpu_ffn: Annotated[int, Parameter(group=PLACEMENT, help="layers whose dense FFN stays in host memory")] = 0
+    repack: Annotated[bool, Parameter(group=PLACEMENT, help="keep weights in a layout for quicker kernels")] = True
+    no_host: Annotated[bool, Parameter(group=PLACEMENT, negative=(), help="do without pinned host buffers")] = False
+    check_tensors: Annotated[
+        bool, Parameter(group=PLACEMENT, negative=(), help="look for invalid numbers in the model file")
+    ] = False
+    kv_offload: Annotated[bool, Parameter(group=PLACEMENT, help="keep KV where its layer is")] = True
+    op_offload: Annotated[
+        bool, Parameter(group=PLACEMENT, help="let a GPU compute large batches of layers in host memory, too")
+    ] = True
+    threads_batch: Annotated[
+        int | None, Parameter(group=PLACEMENT, help="CPU threads for prompts; default: --threads")
+    ] = None
+
+    rope_scaling: Annotated[RopeScaling | None, Parameter(group=ROPE, help="default: the model's")] = None
+    rope_freq_base: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
+    rope_freq_scale: Annotated[float | None, Parameter(group=ROPE, help="1/N extends the context N times")] = None
+    yarn_orig_ctx: Annotated[
+        int | None, Parameter(group=ROPE, help="context of the training; default: the model's")
+    ] = None
+    yarn_ext_factor: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
+    yarn_attn_factor: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
+    yarn_beta_fast: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
+    yarn_beta_slow: Annotated[float | None, Parameter(group=ROPE, help="default: the model's")] = None
     request: RequestOptions = dataclasses.field(default_factory=RequestOptions)
 
     speculate: Annotated[
@@ -725,15 +698,15 @@ class ServeOptions:
             max_step_ms=self.max_step_ms,
             finish_prefill_s=self.finish_prefill,
             n_threads=self.threads,
-            n_threads_batch=self.placement.threads_batch,
+            n_threads_batch=self.threads_batch,
             kv_unified=self.kv_unified,
             cache_type_k=self.cache_type_k,
             state_type=self.state_type,
             cache_type_v=self.cache_type_v,
             flash_attention=self.flash_attn,
-            rope=self.placement.rope(),
-            kv_offload=self.placement.kv_offload,
-            op_offload=self.placement.op_offload,
+            rope=self._rope(),
+            kv_offload=self.kv_offload,
+            op_offload=self.op_offload,
             model=self._model(),
             checkpoints=CheckpointParams(
                 self.max_checkpoints, self.checkpoint_every, self.checkpoint_min_tokens, self.checkpoint_min_gap
@@ -753,21 +726,40 @@ class ServeOptions:
         )
 
     def _model(self) -> ModelOptions:
-        placement = self.placement
         return ModelOptions(
             n_gpu_layers=self.n_gpu_layers,
             load_mode=self._load_mode(),
             tensor_split=self.tensor_split,
             n_cpu_moe=self.n_cpu_moe,
             lora=self._adapters(),
-            split_mode=placement.split_mode,
-            main_gpu=placement.main_gpu,
-            devices=placement.device,
-            override_tensors=placement.overrides(),
-            n_cpu_ffn=placement.n_cpu_ffn,
-            repack=placement.repack,
-            no_host=placement.no_host,
-            check_tensors=placement.check_tensors,
+            split_mode=self.split_mode,
+            main_gpu=self.main_gpu,
+            devices=self.device,
+            override_tensors=self._overrides(),
+            n_cpu_ffn=self.n_cpu_ffn,
+            repack=self.repack,
+            no_host=self.no_host,
+            check_tensors=self.check_tensors,
+        )
+
+    def _overrides(self) -> tuple[tuple[str, str], ...]:
+        found = []
+        for text in self.override_tensor:
+            pattern, _, buffer_type = text.rpartition("=")
+            require(bool(pattern and buffer_type), f"{text!r} is no PATTERN=BUFFER; give one like 'ffn_.*_exps=CPU'")
+            found.append((pattern, buffer_type))
+        return (*found, *([(_EXPERTS, "CPU")] if self.cpu_moe else []))
+
+    def _rope(self) -> RopeOptions:
+        return RopeOptions(
+            self.rope_scaling,
+            self.rope_freq_base,
+            self.rope_freq_scale,
+            self.yarn_orig_ctx,
+            self.yarn_ext_factor,
+            self.yarn_attn_factor,
+            self.yarn_beta_fast,
+            self.yarn_beta_slow,
         )
 
     def _adapters(self) -> tuple[tuple[str, float], ...]:
@@ -783,8 +775,8 @@ class ServeOptions:
         return "rank" if self.reranking else self.pooling or "auto"
 
     def _load_mode(self) -> LoadMode:
-        if self.placement.load_mode is not None:
-            return self.placement.load_mode
+        if self.load_mode is not None:
+            return self.load_mode
         if self.mlock:
             return "mmap+mlock" if self.mmap else "mlock"
         return "mmap" if self.mmap else "none"
