@@ -19,7 +19,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
 from everwarm.router.supervise import engine_process
 from everwarm.router.supervise.pending import Pending
-from everwarm.router.supervise.restart_policy import MAX_DEATHS, Cause, RestartLimits
+from everwarm.router.supervise.restart_policy import MAX_DEATHS, RestartLimits
 from everwarm.router.supervise.supervisor import State, Supervisor
 from support.models import EMBEDDED
 from support.server import children, is_alive
@@ -364,9 +364,7 @@ def test_an_engine_that_died_of_memory_comes_back_with_half_the_ram_tier(monkeyp
             assert supervisor.shrunk_to is None and await ram_budget(supervisor) == SETTINGS.ram_bytes
             await back(supervisor, kernel.kill(supervisor))
             half = (SETTINGS.ram_bytes or 0) // 2
-            assert (
-                supervisor.shrunk_to == await ram_budget(supervisor) == half and supervisor.died_of[Cause.MEMORY] == 1
-            )
+            assert supervisor.shrunk_to == await ram_budget(supervisor) == half and supervisor.died_of["memory"] == 1
             again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
             assert isinstance(again, m.Done) and isinstance(golden[-1], m.Done)
             assert again.n_prompt - again.n_cached <= 16, "what has room is still there"

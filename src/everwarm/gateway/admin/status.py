@@ -23,7 +23,7 @@ from everwarm.gateway.admin.metrics import CONTENT_TYPE, LoopLag, Metrics
 from everwarm.gateway.http.sse import json_response
 from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervise.restart_policy import Cause
+from everwarm.router.supervise.restart_policy import CAUSES
 from everwarm.router.supervise.supervisor import State
 from everwarm.types import Json
 
@@ -100,7 +100,7 @@ class Status:
                 engine = await supervisor.ask(m.Inspect, what="counts") if supervisor.is_ready else {}
             gauges |= _engine_gauges(served, engine)
             counters["everwarm_engine_restarts"] = ("Times the engine was started again", supervisor.n_restarts)
-            by_cause = {cause.value: float(supervisor.died_of[cause]) for cause in Cause}
+            by_cause: dict[str, float] = {cause: float(supervisor.died_of[cause]) for cause in CAUSES}
             counters["everwarm_engine_deaths"] = ("Times the engine died, by cause", by_cause)
         for name, key in _DRAFTS.items():
             counters[name] = ("Under llama-server's name", float(engine.get(key, 0)))

@@ -12,9 +12,9 @@ of the watcher, and a tick that came late begins the count anew.
 
 from __future__ import annotations
 
-import enum
 import signal
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from everwarm.memory_limits import ADDRESS_SPACE, MemoryLimit
 
@@ -116,14 +116,8 @@ def _doubled(first_s: float, n: int, most_s: float) -> float:
 
 # what an engine died of
 
-
-class Cause(enum.Enum):
-    MEMORY = "memory"
-    HANG = "hang"
-    KILLED = "killed"
-    CRASH = "crash"
-    EXIT = "exit"
-    NOT_STARTED = "not started"
+Cause = Literal["memory", "hang", "killed", "crash", "exit", "not started"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,28 +134,28 @@ class Ending:
 
 def cause_of(ending: Ending) -> Cause:
     if ending.killed_for:
-        return Cause.HANG
+        return "hang"
     if ending.was_oom_killed and ending.code == -signal.SIGKILL:
-        return Cause.MEMORY
+        return "memory"
     if ending.code != 0 and any(words in ending.last_words for words in _MEMORY_WORDS):
-        return Cause.MEMORY
+        return "memory"
     if ending.code == -signal.SIGABRT and ending.limit is not None and ending.limit.name == ADDRESS_SPACE:
-        return Cause.MEMORY  # a thread or a mapping that was refused: libraries abort without a word
+        return "memory"  # a thread or a mapping that was refused: libraries abort without a word
     if ending.code == -signal.SIGKILL:
-        return Cause.KILLED
-    return Cause.CRASH if ending.code < 0 else Cause.EXIT
+        return "killed"
+    return "crash" if ending.code < 0 else "exit"
 
 
 def explained(ending: Ending) -> str:
     """Why it ended, as a sentence's end."""
     how = _named(ending.code)
     match cause_of(ending):
-        case Cause.HANG:
+        case "hang":
             return ending.killed_for
-        case Cause.MEMORY:
+        case "memory":
             by = "the kernel killed it" if ending.was_oom_killed else how
             return f"it ran out of memory ({by}); {memory_advice(ending.limit, ending.needed_bytes)}"
-        case Cause.EXIT:
+        case "exit":
             return f"{how}; the log has its last words"
     known = _SIGNALS.get(signal.Signals(-ending.code)) if how.startswith("SIG") else None
     return f"{how}: {known}" if known else how

@@ -297,7 +297,7 @@ class Supervisor:
                 cause = cause_of(ending)
                 why = explained(ending)
             except OSError as error:
-                cause = Cause.NOT_STARTED
+                cause = "not started"
                 why = f"its process could not be started: {error}"
             if self._is_outdated:
                 self._is_outdated = False  # it did not fail
@@ -332,7 +332,7 @@ class Supervisor:
             case m.Fatal(message=text, reason=reason):
                 self.gave_reason = True
                 if reason == "out_of_memory":
-                    self.died_of[Cause.MEMORY] += 1
+                    self.died_of["memory"] += 1
                     self._memory.shrink(was_ready=False)
                 self._give_up(text)
             case _:
@@ -360,7 +360,7 @@ class Supervisor:
         self.deaths.died(time.monotonic())
         self.died_of[cause] += 1
         log.error("the engine died (%s); death %d without a served request", why, self.deaths.n_in_row)
-        if cause is Cause.MEMORY:
+        if cause == "memory":
             self._memory.shrink(was_ready=was_ready)
         if self.deaths.is_enough:
             n = self.deaths.n_in_row
