@@ -18,10 +18,9 @@ from everwarm.engine.process import messages as m
 from everwarm.engine.settings import EngineSettings
 from everwarm.errors import EngineStopped
 from everwarm.router.catalog.catalog import only
-from everwarm.router.plan import Phase, PoolLimits
+from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.restart_policy import MAX_DEATHS, RestartLimits
-from everwarm.router.supervise.supervisor import State
 from support.models import tiny_model
 
 SETTINGS = EngineSettings(n_slots=2, n_ctx=512, n_threads=1, ram_bytes=16 << 20)
@@ -60,7 +59,7 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.
 async def wear_out(served: Served) -> None:
     """Kill every engine as soon as it is started, until it is given up."""
     dead: set[int] = set()
-    while served.supervisor.state is not State.UNHEALTHY:
+    while served.supervisor.state != "unhealthy":
         pid = served.supervisor.pid
         if pid is not None and pid not in dead:
             dead.add(pid)
@@ -84,7 +83,7 @@ def test_a_server_that_nobody_asks_comes_back_by_itself():
             await until(lambda: served.retry is not None, "the next try is planned")
             (served,) = pool.all_served()
             assert served.retry_in_s is not None and "SIGKILL" in (served.reason or "")
-            assert served.status.phase is Phase.ASLEEP and served.status.reason
+            assert served.status.phase == "asleep" and served.status.reason
             await until(lambda: served.supervisor.is_ready, "it is back, though nobody asked")
             assert served.retry is None and served.supervisor.deaths.n_given_up == 1
             pid = served.supervisor.pid
@@ -149,7 +148,7 @@ def test_what_was_unloaded_meanwhile_is_not_tried_again():
             n_loads = served.n_loads
             pool.unload("one")
             await asyncio.sleep(2 * SOON.most_retry_s)
-            assert served.n_loads == n_loads and served.supervisor.state is State.UNHEALTHY
+            assert served.n_loads == n_loads and served.supervisor.state == "unhealthy"
             pool.load("one")
             await until(lambda: served.supervisor.is_ready, "it is loaded by order")
 

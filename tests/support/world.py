@@ -123,7 +123,7 @@ class Truth:
     """What is true of one model."""
 
     spec: ModelSpec
-    phase: Phase = Phase.ASLEEP  # READY also while it drains: whether it does is the planner's decision
+    phase: Phase = "asleep"  # ready also while it drains: whether it does is the planner's decision
     fate: Fate = field(default_factory=Fate)
     held_bytes: int = 0
     leases: set[int] = field(default_factory=set)
@@ -139,7 +139,7 @@ class Truth:
 
     @property
     def is_unused(self) -> bool:
-        return self.phase is Phase.READY and not self.leases and not self.waiting
+        return self.phase == "ready" and not self.leases and not self.waiting
 
     @property
     def is_expired(self) -> bool:
@@ -201,12 +201,12 @@ class World:
                 self._feed(Event("remove", id))
             case "add":
                 self._feed(Event("add", id, spec=order.spec))
-            case "crash" if id in self.models and self.models[id].phase in (Phase.READY, Phase.STOPPING):
+            case "crash" if id in self.models and self.models[id].phase in ("ready", "stopping"):
                 self._feed(Event("load_failed", id))
 
     def _feed(self, event: Event) -> None:
         self._note(event)
-        before = [(truth, truth.wanted_since) for truth in self.models.values() if truth.phase is Phase.ASLEEP]
+        before = [(truth, truth.wanted_since) for truth in self.models.values() if truth.phase == "asleep"]
         wishes = {truth.spec.id: since for truth, since in before if since is not None}
         could_go = self._could_go()
         effects = event.tell(self.planner, self.now)
@@ -243,23 +243,23 @@ class World:
                 if not self._stays(truth) and truth.load_asked_at is None:
                     truth.load_asked_at = self.now
             case "request_unload" | "remove" if not truth.is_removed:
-                truth.must_go, truth.load_asked_at = truth.phase is not Phase.ASLEEP, None
+                truth.must_go, truth.load_asked_at = truth.phase != "asleep", None
                 truth.is_removed = event.what == "remove"
             case "loaded":
-                truth.phase, truth.last_used = Phase.READY, self.now
-            case "load_failed" if truth.phase is not Phase.STOPPING:
-                self.seen["failed loads" if truth.phase is Phase.LOADING else "deaths"] += 1
+                truth.phase, truth.last_used = "ready", self.now
+            case "load_failed" if truth.phase != "stopping":
+                self.seen["failed loads" if truth.phase == "loading" else "deaths"] += 1
                 truth.load_asked_at = None
                 self._end(truth)
             case "stopped":
                 self._end(truth)
 
     def _end(self, truth: Truth) -> None:
-        truth.phase, truth.held_bytes, truth.must_go = Phase.ASLEEP, 0, False
+        truth.phase, truth.held_bytes, truth.must_go = "asleep", 0, False
         truth.leases.clear()
 
     def _forget_removed(self) -> None:
-        self.models = {id: t for id, t in self.models.items() if not (t.is_removed and t.phase is Phase.ASLEEP)}
+        self.models = {id: t for id, t in self.models.items() if not (t.is_removed and t.phase == "asleep")}
 
     # the rules
 
@@ -277,23 +277,23 @@ class World:
         return None
 
     def _judge_load(self, truth: Truth) -> None:
-        rule(truth.phase is Phase.ASLEEP, "only what is asleep is loaded")
+        rule(truth.phase == "asleep", "only what is asleep is loaded")
         rule(truth.wanted_since is not None and not truth.is_removed, "only what somebody wants is loaded")
-        truth.phase, truth.held_bytes, truth.load_asked_at = Phase.LOADING, truth.spec.n_bytes, None
+        truth.phase, truth.held_bytes, truth.load_asked_at = "loading", truth.spec.n_bytes, None
         truth.fate = next(self._fates)
-        held = [other.held_bytes for other in self.models.values() if other.phase is not Phase.ASLEEP]
+        held = [other.held_bytes for other in self.models.values() if other.phase != "asleep"]
         limits = self.history.limits
         rule(not limits.models_max or len(held) <= limits.models_max, "never more models than allowed")
         rule(not limits.memory_bytes or sum(held) <= limits.memory_bytes, "never more memory than allowed")
         self._later(self.now + truth.fate.load_s, lambda: self._feed(self._end_of_load(truth)))
 
     def _judge_stop(self, truth: Truth, event: Event, wishes: dict[str, float]) -> Truth | None:
-        rule(truth.phase is Phase.READY, "only what is ready is stopped")
+        rule(truth.phase == "ready", "only what is ready is stopped")
         rule(not truth.leases, "nothing is stopped while it is leased")
         expired = event.what == "tick" and truth.is_expired and self.now - truth.last_used >= truth.spec.ttl_s
         rule(truth.must_go or not truth.spec.pinned, "a pinned model is only stopped when asked to")
         rule(truth.must_go or expired or bool(wishes), "nothing is stopped without need")
-        truth.phase = Phase.STOPPING
+        truth.phase = "stopping"
         self._later(self.now + truth.fate.stop_s, lambda: self._feed(Event("stopped", truth.spec.id)))
         why = "unloaded" if truth.must_go else "expired" if expired else "evicted"
         self.seen[why] += 1
@@ -301,7 +301,7 @@ class World:
 
     def _judge_grant(self, request_id: int, truth: Truth) -> None:
         rule(request_id in truth.waiting, "only who waits is served, once")
-        rule(truth.phase is Phase.READY, "only what is ready is leased")
+        rule(truth.phase == "ready", "only what is ready is leased")
         self.seen["served at once" if truth.waiting.pop(request_id) == self.now else "served later"] += 1
         truth.leases.add(request_id)
         truth.last_used = self.now
@@ -348,17 +348,17 @@ class World:
         patience_s = self.history.limits.patience_s
         if event.what == "want" and (truth := self.models.get(event.model)) is not None:
             nobody_is_tired = all(self.now - since < patience_s for since in wishes.values())
-            if truth.phase is Phase.READY and not truth.must_go and nobody_is_tired:
+            if truth.phase == "ready" and not truth.must_go and nobody_is_tired:
                 rule(GrantLease(event.request_id, event.model) in effects, "what is ready is leased at once")
         if event.what in ("loaded", "load_failed") and (truth := self.models.get(event.model)) is not None:
-            rule(not truth.waiting or truth.phase is Phase.STOPPING, "a load answers all who waited for it")
+            rule(not truth.waiting or truth.phase == "stopping", "a load answers all who waited for it")
         if event.what == "remove" and event.model in self.models:
             rule(not self.models[event.model].waiting, "nobody waits for what was removed")
         if event.what == "tick":
             late = [t for t in self.models.values() if t.is_expired and self.now - t.last_used >= t.spec.ttl_s]
             rule(not late, "what is unused for too long is put to sleep")
         for truth in self.models.values():
-            if truth.phase is Phase.ASLEEP and truth.wanted_since is not None and self._is_hopeless(truth):
+            if truth.phase == "asleep" and truth.wanted_since is not None and self._is_hopeless(truth):
                 rule(not truth.waiting, "nobody waits for what can never be")
                 status = self.planner.status(truth.spec.id)
                 rule(status is not None and status.reason is not None, "a load that cannot be has a reason")
@@ -367,7 +367,7 @@ class World:
             rule(since is None or self.now - since <= self.history.longest_wait_s, "nobody waits for ever")
 
     def _stays(self, truth: Truth) -> bool:
-        return truth.phase in (Phase.LOADING, Phase.READY) and not truth.must_go
+        return truth.phase in ("loading", "ready") and not truth.must_go
 
     def _is_hopeless(self, truth: Truth) -> bool:
         pinned = [t for t in self.models.values() if self._stays(t) and t.spec.pinned]
@@ -388,9 +388,9 @@ class World:
             if status is None:
                 continue
             was, self._phases[id] = self._phases.get(id), status.phase
-            self.seen["drained"] += status.phase is Phase.DRAINING and was is not Phase.DRAINING
-            self.seen["called off"] += status.phase is Phase.READY and was is Phase.DRAINING
-            phase = Phase.READY if status.phase is Phase.DRAINING else status.phase
+            self.seen["drained"] += status.phase == "draining" and was != "draining"
+            self.seen["called off"] += status.phase == "ready" and was == "draining"
+            phase = "ready" if status.phase == "draining" else status.phase
             told = (phase, status.n_leased, status.n_waiting, status.last_used)
             is_so = (truth.phase, len(truth.leases), len(truth.waiting), truth.last_used)
             rule(told == is_so, f"the planner says of {id} what is true: {told} is {is_so}")

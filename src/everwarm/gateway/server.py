@@ -34,7 +34,6 @@ from everwarm.logs import log_format, log_to_stderr
 from everwarm.router.catalog.catalog import Catalog
 from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.gateway")
 
@@ -235,14 +234,14 @@ async def _first_loaded(pool: Pool) -> None:
     while not pool.has_started:  # the application's start-up starts it
         await asyncio.sleep(0.01)
     first = [s.supervisor for s in pool.all_served() if s.spec.load_on_start]
-    await asyncio.gather(*(supervisor.until(State.READY) for supervisor in first))
+    await asyncio.gather(*(supervisor.until("ready") for supervisor in first))
 
 
 def _announce(console: Console, pool: Pool, url: str, settings: ServerSettings) -> int:
     all_served = pool.all_served()
     for served in all_served:
         supervisor = served.supervisor
-        if supervisor.state is State.UNHEALTHY and len(all_served) == 1:
+        if supervisor.state == "unhealthy" and len(all_served) == 1:
             _print(console, f"everwarm: {supervisor.reason}", "red")
             return 1
     _print(console, f"Everwarm {__version__}")

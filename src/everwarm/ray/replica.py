@@ -34,7 +34,6 @@ from everwarm.ray.replica_messages import (
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
 from everwarm.router.plan import PoolLimits
 from everwarm.router.pool import Pool
-from everwarm.router.supervise.supervisor import State
 
 log = logging.getLogger("everwarm.ray")
 
@@ -55,7 +54,7 @@ class Replica:
         self._unread: dict[str, int] = {}  # bytes of new text, by request id
         self._pool.start()
         self._supervisor = self._pool.find(model.id).supervisor
-        if await self._supervisor.until(State.READY) is not State.READY:
+        if await self._supervisor.until("ready") != "ready":
             raise EngineStopped(f"{model.id} cannot be served: {self._supervisor.reason}")
 
     async def forward(self, request: ProxiedRequest) -> AsyncIterator[ProxiedHead | bytes]:

@@ -20,7 +20,6 @@ It knows no process, file or clock. The rules:
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -29,14 +28,13 @@ from everwarm.router.catalog.catalog import ModelSpec
 
 _MIB = 1 << 20
 RefusalCode: TypeAlias = Literal["model_not_found", "model_too_large", "no_room", "load_failed"]
-
-
-class Phase(enum.Enum):
-    ASLEEP = "asleep"  # no process; a ``reason`` tells why the last load failed
-    LOADING = "loading"
-    READY = "ready"
-    DRAINING = "draining"  # its leases continue, new requests wait
-    STOPPING = "stopping"  # its memory is not free yet
+Phase: TypeAlias = Literal[
+    "asleep",  # no process; a ``reason`` tells why the last load failed
+    "loading",
+    "ready",
+    "draining",  # its leases continue, new requests wait
+    "stopping",  # its memory is not free yet
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ Effect: TypeAlias = Load | Unload | GrantLease | Refuse
 @dataclass(slots=True, eq=False)
 class _Model:
     spec: ModelSpec
-    phase: Phase = Phase.ASLEEP
+    phase: Phase = "asleep"
     held_bytes: int = 0  # what its process counts for
     leases: set[int] = field(default_factory=set)
     waiting: dict[int, float] = field(default_factory=dict)  # request ids, since when
@@ -106,16 +104,16 @@ class _Model:
 
     @property
     def is_idle(self) -> bool:
-        return self.phase in (Phase.READY, Phase.DRAINING) and not self.leases
+        return self.phase in ("ready", "draining") and not self.leases
 
     @property
     def stays(self) -> bool:
-        return self.phase not in (Phase.ASLEEP, Phase.STOPPING) and not self.must_go
+        return self.phase not in ("asleep", "stopping") and not self.must_go
 
     @property
     def eviction_order(self) -> tuple[int, float, str]:
         """Idle before draining (so that what was begun is finished) before busy before loading; then by last use."""
-        rank = 0 if self.is_idle else (Phase.DRAINING, Phase.READY, Phase.LOADING).index(self.phase) + 1
+        rank = 0 if self.is_idle else ("draining", "ready", "loading").index(self.phase) + 1
         return rank, self.last_used, self.spec.id
 
 
@@ -140,16 +138,16 @@ class Planner:
         held = self._held()
         assert self._fit(held, []), "more is in memory than allowed"
         for m in models:
-            is_there = m.phase in (Phase.READY, Phase.DRAINING)
+            is_there = m.phase in ("ready", "draining")
             name = m.spec.id
-            assert is_there or not m.leases, f"{name} is {m.phase.value} and leased"
-            assert m.phase is not Phase.READY or not m.waiting, f"{name} is ready and a request waits for it"
+            assert is_there or not m.leases, f"{name} is {m.phase} and leased"
+            assert m.phase != "ready" or not m.waiting, f"{name} is ready and a request waits for it"
             assert m in held or not (m.must_go or m.held_bytes or m.is_removed), f"{name} sleeps and counts"
             assert not (m.must_go and m.is_idle), f"{name} should have been stopped"
-            assert m.phase is not Phase.DRAINING or m.must_go or not m.spec.pinned, f"{name} is pinned and drains"
+            assert m.phase != "draining" or m.must_go or not m.spec.pinned, f"{name} is pinned and drains"
         pairs = [(request_id, m) for m in models for request_id in (*m.leases, *m.waiting)]
         assert len(pairs) == len(self._requests) and dict(pairs) == self._requests, "a request is lost"
-        moves = any(m.leases or m.phase in (Phase.LOADING, Phase.STOPPING) for m in models)
+        moves = any(m.leases or m.phase in ("loading", "stopping") for m in models)
         assert moves or all(m.wanted_since is None for m in models), "a request waits and nothing moves"
 
     # requests
@@ -229,8 +227,8 @@ class Planner:
         """Its engine is ready."""
         self._now = at
         model = self._models[id]
-        assert model.phase is Phase.LOADING, f"{id} was loaded, but it is {model.phase.value}"
-        model.phase, model.last_used = Phase.READY, at
+        assert model.phase == "loading", f"{id} was loaded, but it is {model.phase}"
+        model.phase, model.last_used = "ready", at
         self._grant(model)  # first, before others take its place: this is the turn that was waited for
         return self._settled()
 
@@ -239,8 +237,8 @@ class Planner:
         counts."""
         self._now = at
         model = self._models[id]
-        assert model.phase is not Phase.ASLEEP, f"{id} failed, but it is asleep"
-        if model.phase is not Phase.STOPPING:
+        assert model.phase != "asleep", f"{id} failed, but it is asleep"
+        if model.phase != "stopping":
             self._refuse(model, "load_failed", f"the model {id!r} cannot be used: {reason}")
             for request_id in model.leases:
                 del self._requests[request_id]
@@ -252,7 +250,7 @@ class Planner:
         """After ``Unload``: the process has ended and its memory is free."""
         self._now = at
         model = self._models[id]
-        assert model.phase is Phase.STOPPING, f"{id} has stopped, but it is {model.phase.value}"
+        assert model.phase == "stopping", f"{id} has stopped, but it is {model.phase}"
         self._end(model)
         return self._settled()
 
@@ -265,7 +263,7 @@ class Planner:
             model.load_requested_at = self._now
 
     def _send_away(self, model: _Model) -> None:
-        model.must_go = model.phase is not Phase.ASLEEP
+        model.must_go = model.phase != "asleep"
         model.load_requested_at = None
 
     # what to do about it
@@ -280,17 +278,17 @@ class Planner:
         """Grants turns and leases as far as possible now."""
         draining = self._take_turns()
         for model in self._models.values():
-            if model.phase in (Phase.READY, Phase.DRAINING):
-                model.phase = Phase.DRAINING if model.must_go or model in draining else Phase.READY
-            if model.phase is Phase.READY:
+            if model.phase in ("ready", "draining"):
+                model.phase = "draining" if model.must_go or model in draining else "ready"
+            if model.phase == "ready":
                 self._grant(model)
             elif model.must_go and model.is_idle:
                 self._stop(model)
-        self._models = {id: m for id, m in self._models.items() if not (m.is_removed and m.phase is Phase.ASLEEP)}
+        self._models = {id: m for id, m in self._models.items() if not (m.is_removed and m.phase == "asleep")}
 
     def _take_turns(self) -> set[_Model]:
         """Loads, or makes room for, models with waiting requests; returns the models that must drain for it."""
-        wishes = [(m.wanted_since, m) for m in self._models.values() if m.phase is Phase.ASLEEP]
+        wishes = [(m.wanted_since, m) for m in self._models.values() if m.phase == "asleep"]
         coming: list[_Model] = []
         going: set[_Model] = set()
         draining: set[_Model] = set()
@@ -299,7 +297,7 @@ class Planner:
                 continue
             victims = self._victims([*coming, model], going)
             if victims == [] and self._fit(self._held(), [model]):
-                model.phase = Phase.LOADING
+                model.phase = "loading"
                 model.held_bytes = model.spec.n_bytes
                 model.load_requested_at = model.reason = None
                 self._effects.append(Load(model.spec.id))
@@ -352,10 +350,10 @@ class Planner:
 
     def _has_room_for(self, model: _Model) -> bool:
         others_wait = any(m.wanted_since is not None for m in self._models.values() if m is not model)
-        return model.phase is Phase.ASLEEP and not others_wait and self._fit(self._held(), [model])
+        return model.phase == "asleep" and not others_wait and self._fit(self._held(), [model])
 
     def _held(self) -> list[_Model]:
-        return [m for m in self._models.values() if m.phase is not Phase.ASLEEP]
+        return [m for m in self._models.values() if m.phase != "asleep"]
 
     def _fit(self, held: Sequence[_Model], coming: Sequence[_Model]) -> bool:
         sizes = [m.held_bytes for m in held] + [m.spec.n_bytes for m in coming]
@@ -378,10 +376,10 @@ class Planner:
         model.reason = message
 
     def _stop(self, model: _Model) -> None:
-        model.phase = Phase.STOPPING
+        model.phase = "stopping"
         self._effects.append(Unload(model.spec.id))
 
     def _end(self, model: _Model) -> None:
-        model.phase = Phase.ASLEEP
+        model.phase = "asleep"
         model.held_bytes = 0
         model.must_go = False

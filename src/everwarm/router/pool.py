@@ -21,15 +21,15 @@ from everwarm.engine.process.messages import Backlog
 from everwarm.errors import BadRequest, EngineStopped, EverwarmError, ModelFileError, NotFound
 from everwarm.router import plan
 from everwarm.router.catalog.catalog import Catalog, ModelSpec
-from everwarm.router.plan import ModelStatus, Phase, Planner, PoolLimits
+from everwarm.router.plan import ModelStatus, Planner, PoolLimits
 from everwarm.router.supervise.restart_policy import RestartLimits
-from everwarm.router.supervise.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 
 log = logging.getLogger("everwarm.router")
 
 TICK_S = 1.0
 REFRESH_S = 1.0  # the catalog is not read again sooner
-_REMOVED = ModelStatus(Phase.ASLEEP, 0, 0, 0.0, None)
+_REMOVED = ModelStatus("asleep", 0, 0, 0.0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class Pool:
     def _is_there(self, id: str) -> bool:
         """Loaded or being loaded, and not on its way out."""
         status = self._planner.status(id)
-        return status is not None and status.phase in (Phase.LOADING, Phase.READY)
+        return status is not None and status.phase in ("loading", "ready")
 
     def find(self, name: str | None) -> Served:
         """The model of that name. An unknown name may be that of a new file, so the catalog is read again."""
@@ -298,16 +298,16 @@ class Pool:
         began = time.monotonic()
         served.n_loads += 1
         life = served.n_loads
-        state = await supervisor.until(State.READY)
-        was_ready = state is State.READY
+        state = await supervisor.until("ready")
+        was_ready = state == "ready"
         if was_ready:
             log.info("%s was loaded in %.3f s", served.id, time.monotonic() - began)
             served.retry = None
             self._act(self._planner.loaded(served.id, time.monotonic()))
             state = await supervisor.until()
-        if state is State.UNHEALTHY:
+        if state == "unhealthy":
             await supervisor.ended()
-            if supervisor.state is not State.UNHEALTHY or served.n_loads != life:
+            if supervisor.state != "unhealthy" or served.n_loads != life:
                 return  # it was stopped meanwhile, and that is reported elsewhere
             reason = served.reason or "unknown"
             self._renew_if_changed(served)
@@ -335,7 +335,7 @@ class Pool:
         status = self._planner.status(served.id)
         id = served.id
         is_current = self._served.get(id) is served and served.retry is retry
-        if not is_current or status is None or status.phase is not Phase.ASLEEP or self.is_stopping:
+        if not is_current or status is None or status.phase != "asleep" or self.is_stopping:
             return
         log.warning("%s is tried again (try %d)", id, served.supervisor.deaths.n_given_up)
         now = time.monotonic()

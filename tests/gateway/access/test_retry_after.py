@@ -25,7 +25,7 @@ from everwarm.gateway.access.limits import (
 )
 from everwarm.gateway.access.middleware import error_response
 from everwarm.gateway.settings import ServerSettings
-from everwarm.router.supervise.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 from support.drive import open_core, run, submit, text
 
 numbers = st.floats(0, 1e6)
@@ -150,7 +150,7 @@ def test_an_engine_that_restarts_is_back_after_as_long_as_its_last_load_took(loa
         supervisor = Supervisor("model.gguf", EngineSettings())
         supervisor.load_s = load_s
         assert supervisor.back_in_s is None  # it is stopped: nobody knows
-        supervisor.state = State.RESTARTING
+        supervisor.state = "restarting"
         back_in_s = supervisor.back_in_s
         supervisor.forget()
         return back_in_s

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from everwarm.gateway.admin.status import components
-from everwarm.router.plan import ModelStatus, Phase
+from everwarm.router.plan import ModelStatus
 from everwarm.router.pool import Served
 from everwarm.router.supervise.restart_policy import RestartHistory, RestartLimits
-from everwarm.router.supervise.supervisor import State
 from support.cgroups import real_cgroup
 from support.models import tiny_model
 from support.server import ENTER, Server, metric, run_cli, serving, until
@@ -76,13 +75,13 @@ def test_of_many_models_nobody_is_named_to_those_without_a_key():
         load=None,
         shrunk_to=None,
         deaths=RestartHistory(RestartLimits()),
-        state=State.STOPPED,
+        state="stopped",
         reason=None,
         last_failure=None,
     )
     statuses = {
-        "private": ModelStatus(Phase.ASLEEP, 0, 0, 0.0, "the model 'private' cannot be used"),
-        "other": ModelStatus(Phase.ASLEEP, 0, 0, 0.0, None),
+        "private": ModelStatus("asleep", 0, 0, 0.0, "the model 'private' cannot be used"),
+        "other": ModelStatus("asleep", 0, 0, 0.0, None),
     }
     planner: Any = SimpleNamespace(status=statuses.get)
     specs: list[Any] = [SimpleNamespace(id=id) for id in statuses]

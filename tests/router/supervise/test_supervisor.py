@@ -20,7 +20,7 @@ from everwarm.errors import BadRequest, EngineStopped, FrameTooLarge, Refused
 from everwarm.router.supervise import engine_process
 from everwarm.router.supervise.pending import Pending
 from everwarm.router.supervise.restart_policy import MAX_DEATHS, RestartLimits
-from everwarm.router.supervise.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 from support.models import EMBEDDED
 from support.server import children, is_alive
 
@@ -91,7 +91,7 @@ def long_prompt(seed: int, n: int = 2500) -> str:
 def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
     async def test() -> None:
         async with supervised() as supervisor:
-            assert supervisor.is_ready and supervisor.state is State.READY and supervisor.reason is None
+            assert supervisor.is_ready and supervisor.state == "ready" and supervisor.reason is None
             assert supervisor.info is not None
             assert (supervisor.info.n_slots, supervisor.info.n_ctx) == (2, 4096)
             assert supervisor.info.memory_kind == "hybrid" and "<|im_start|>" in (supervisor.info.chat_template or "")
@@ -193,11 +193,11 @@ def test_a_request_that_was_begun_is_replayed_only_once():
         async with supervised() as supervisor:
             waiting = asyncio.create_task(everything(supervisor, long_prompt(1), max_tokens=8))
             for _ in range(2):
-                await until(lambda: supervisor.state is State.READY, "the engine is up")
+                await until(lambda: supervisor.state == "ready", "the engine is up")
                 await until(lambda: all(pending.has_begun for pending in supervisor.pending), "it is read")
                 dead = kill(supervisor)
                 await until(lambda dead=dead: not is_alive(dead), "it is dead")
-                await until(lambda: supervisor.state is not State.READY, "its death is noticed")
+                await until(lambda: supervisor.state != "ready", "its death is noticed")
             failed = (await waiting)[-1]
             assert isinstance(failed, m.Failed) and failed.status == 503
             assert await answer(supervisor)
@@ -233,7 +233,7 @@ def test_a_slot_action_is_never_for_the_next_engine():
             with pytest.raises(Refused) as died:
                 await asked
             assert died.value.status == 503
-            await until(lambda: supervisor.state is State.RESTARTING, "it is being restarted")
+            await until(lambda: supervisor.state == "restarting", "it is being restarted")
             with pytest.raises(EngineStopped, match="restarted"):
                 await supervisor.ask(m.SlotAction, slot=0, action="erase")
             await back(supervisor, dead)
@@ -266,7 +266,7 @@ def test_a_hung_engine_is_not_ready_soon_then_killed_and_back():
             golden = await answer(supervisor)
             dead = kill(supervisor, signal.SIGSTOP)
             await until(lambda: not supervisor.is_ready, "it is not ready", 2)
-            assert supervisor.state is State.READY and is_alive(dead)
+            assert supervisor.state == "ready" and is_alive(dead)
             waiting = asyncio.create_task(answer(supervisor))
             await until(lambda: not is_alive(dead), "it is killed")
             assert await waiting == golden
@@ -321,13 +321,13 @@ def test_a_pause_of_the_gateway_kills_no_engine(who):
 LIMITED = """
 import asyncio, resource, sys
 from everwarm.engine.settings import EngineSettings
-from everwarm.router.supervise.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 
 async def main():
     resource.setrlimit(resource.RLIMIT_AS, (500 << 20, 500 << 20))
     supervisor = Supervisor(sys.argv[1], EngineSettings(n_slots=2, n_ctx=1024, n_threads=1, ram_bytes=1 << 26))
     supervisor.start()
-    await supervisor.until(State.READY, State.RESTARTING)
+    await supervisor.until("ready", "restarting")
     print(supervisor.reason, flush=True)
     await supervisor.stop(0.0)
 
@@ -379,7 +379,7 @@ def test_where_half_is_not_enough_the_ram_tier_begins_empty(monkeypatch):
             await answer(supervisor, long_prompt(3, 600), max_tokens=2)
             await until(lambda: is_settled(supervisor), "it is in RAM")
             dead = kernel.kill(supervisor)
-            await until(lambda: supervisor.pid != dead and supervisor.state is State.RESTARTING, "another is started")
+            await until(lambda: supervisor.pid != dead and supervisor.state == "restarting", "another is started")
             assert os.fstat(supervisor._memory.fd).st_blocks > 0, "this test could not fail"
             await back(supervisor, kernel.kill(supervisor))
             again = (await everything(supervisor, long_prompt(3, 600), max_tokens=2))[-1]
@@ -407,7 +407,7 @@ def test_a_model_file_that_is_none_is_said_at_once(tmp_path):
         with pytest.raises(EngineStopped) as stopped:
             await asyncio.wait_for(supervisor.wait_ready(), PATIENCE_S)
         assert "not-a-model.gguf" in str(stopped.value)
-        assert supervisor.state is State.UNHEALTHY and supervisor.n_restarts == 0
+        assert supervisor.state == "unhealthy" and supervisor.n_restarts == 0
         with pytest.raises(EngineStopped, match="not-a-model"):
             await everything(supervisor)
         pid = supervisor.pid
@@ -445,7 +445,7 @@ def test_five_deaths_in_a_row_and_it_stays_down_saying_why():
                 await until(lambda dead=dead: supervisor.pid not in (None, dead), "a new process")
                 dead = kill(supervisor)
                 await until(lambda dead=dead: not is_alive(dead), "it is dead")
-            await until(lambda: supervisor.state is State.UNHEALTHY, "it is given up")
+            await until(lambda: supervisor.state == "unhealthy", "it is given up")
             assert "5 times" in (supervisor.reason or "")
             assert isinstance((await waiting)[-1], m.Failed)
             with pytest.raises(EngineStopped, match="5 times"):
@@ -475,7 +475,7 @@ def test_stop_ends_the_process_and_leaves_no_children():
         async with supervised() as supervisor:
             pid = supervisor.pid
             await supervisor.stop(0.0)
-            assert supervisor.state is State.STOPPED and not supervisor.is_ready
+            assert supervisor.state == "stopped" and not supervisor.is_ready
             assert pid is not None and not is_alive(pid)
             assert pid not in children(os.getpid())
             with pytest.raises(EngineStopped):

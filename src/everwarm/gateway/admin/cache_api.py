@@ -32,7 +32,7 @@ from everwarm.gateway.serving.request_gate import RequestGate
 from everwarm.gateway.settings import ServerSettings
 from everwarm.gateway.stores import ReplyStore, ResponseStore
 from everwarm.router.pool import Pool, Served
-from everwarm.router.supervise.supervisor import State, Supervisor
+from everwarm.router.supervise.supervisor import Supervisor
 from everwarm.types import Json
 
 MAX_PAGE = 1000
@@ -89,7 +89,7 @@ class CacheApi:
         if served is None:
             raise NotFound(f"the model {model!r} does not exist any more", "model_not_found")
         seen = None
-        if served.supervisor.state is State.READY:
+        if served.supervisor.state == "ready":
             with contextlib.suppress(EngineStopped):  # it may be unloaded at this moment
                 seen = await served.supervisor.ask(m.Inspect, what="cache")
         totals = self._request_log.totals(model)
@@ -196,7 +196,7 @@ def _caller(request: Request) -> Json:
 
 
 def _running(served: Served) -> Supervisor:
-    if served.supervisor.state is not State.READY:
+    if served.supervisor.state != "ready":
         raise EngineStopped(f"{served.spec.id} is not loaded, so its cache cannot be read or changed now")
     return served.supervisor
 

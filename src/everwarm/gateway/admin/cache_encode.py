@@ -86,7 +86,7 @@ def condition(model: Served) -> Json:
     """The state of its engine; after repeated failures, the reason and the time of the next attempt."""
     supervisor, retry = model.supervisor, model.retry
     return {
-        "state": supervisor.state.value,
+        "state": supervisor.state,
         "restarts": supervisor.n_restarts,
         "reason": model.reason,
         "attempts": supervisor.deaths.n_given_up,
@@ -100,7 +100,7 @@ def overview(model: Served, models: list[Served], totals: Totals, seen: Json | N
     speed = None if seen is None else seen["seconds_per_token"]
     return {
         "model": model.spec.id,
-        "models": [{"id": each.spec.id, "status": each.status.phase.value} for each in models],
+        "models": [{"id": each.spec.id, "status": each.status.phase} for each in models],
         "text": text,
         "version": None if seen is None else seen["version"],
         "n_nodes": None if seen is None else seen["n_nodes"],

@@ -137,7 +137,7 @@ class EventHub:
         """Sends what has changed since the last call."""
         for served in self._pool.all_served():
             id, load = served.spec.id, served.supervisor.load
-            self._send_if_changed("model", id, {"id": id, "status": served.status.phase.value}, None)
+            self._send_if_changed("model", id, {"id": id, "status": served.status.phase}, None)
             numbers = {"n_running": load.n_running if load else 0, "n_queued": load.n_queued if load else 0}
             self._send_if_changed("engine", id, {"model": id, **cache_encode.condition(served), **numbers}, id)
             if load is not None:

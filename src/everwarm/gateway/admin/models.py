@@ -30,12 +30,12 @@ from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool, Served
 from everwarm.types import Json
 
-_SHOWN = {  # llama-server's words
-    Phase.ASLEEP: "unloaded",
-    Phase.LOADING: "loading",
-    Phase.READY: "loaded",
-    Phase.DRAINING: "loaded",
-    Phase.STOPPING: "unloaded",
+_SHOWN: dict[Phase, str] = {  # in llama-server's words
+    "asleep": "unloaded",
+    "loading": "loading",
+    "ready": "loaded",
+    "draining": "loaded",
+    "stopping": "unloaded",
 }
 
 
@@ -123,7 +123,7 @@ def _names(id: str) -> Json:
 def _model(served: Served) -> Json:
     status, info = served.status, served.supervisor.info
     shown: Json = {"value": _SHOWN[status.phase]}
-    if status.phase is Phase.LOADING:
+    if status.phase == "loading":
         shown["progress"] = served.supervisor.loaded
     if status.reason is not None:
         shown |= {"failed": True, "reason": status.reason}

@@ -21,7 +21,6 @@ from everwarm.engine.process import messages as m
 from everwarm.errors import EngineStopped, NotSupported
 from everwarm.gateway.admin.metrics import CONTENT_TYPE, LoopLag, Metrics
 from everwarm.gateway.http.sse import json_response
-from everwarm.router.plan import Phase
 from everwarm.router.pool import Pool, Served
 from everwarm.router.supervise.restart_policy import CAUSES
 from everwarm.router.supervise.supervisor import State
@@ -64,7 +63,7 @@ class Status:
         about = {"status": "ready", "models": len(all_served)}
         if len(all_served) == 1:
             (one,) = all_served
-            sleeps = one.status.phase is Phase.ASLEEP and one.status.reason is None  # it is loaded on demand
+            sleeps = one.status.phase == "asleep" and one.status.reason is None  # it is loaded on demand
             is_ready = one.supervisor.is_ready or (sleeps and not self._pool.is_stopping)
             wait_s = one.retry_in_s or one.supervisor.back_in_s
             about = _condition(one)
@@ -110,7 +109,7 @@ class Status:
 
 def _condition(one: Served) -> dict[str, Any]:
     supervisor = one.supervisor
-    state = "stalled" if supervisor.state is State.READY else supervisor.state.value
+    state = "stalled" if supervisor.state == "ready" else supervisor.state
     return {
         "status": "ready" if supervisor.is_ready else state,
         "loaded": supervisor.loaded,
@@ -144,11 +143,11 @@ def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[st
 ComponentState = Literal["ok", "asleep", "starting", "restarting", "stalled", "degraded", "down", "stopped"]
 
 _STATES: dict[State, ComponentState] = {
-    State.STARTING: "starting",
-    State.READY: "stalled",  # running, but without a recent heartbeat
-    State.RESTARTING: "restarting",
-    State.UNHEALTHY: "down",
-    State.STOPPED: "stopped",
+    "starting": "starting",
+    "ready": "stalled",  # running, but without a recent heartbeat
+    "restarting": "restarting",
+    "unhealthy": "down",
+    "stopped": "stopped",
 }
 
 
@@ -173,7 +172,7 @@ def engine_of(one: Served) -> Json:
     supervisor = one.supervisor
     if supervisor.is_ready:
         return _component("ok", **_tries(one))
-    if one.status.phase is Phase.ASLEEP and one.status.reason is None:
+    if one.status.phase == "asleep" and one.status.reason is None:
         return _component("asleep", **_tries(one))
     return _component(_STATES[supervisor.state], one.reason, **_tries(one))
 

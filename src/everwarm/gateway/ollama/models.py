@@ -37,7 +37,7 @@ from everwarm.types import Json
 log = logging.getLogger("everwarm.gateway")
 
 _STAYS = datetime.datetime(2999, 1, 1, tzinfo=datetime.UTC)
-IN_MEMORY = (Phase.LOADING, Phase.READY, Phase.DRAINING)
+IN_MEMORY: tuple[Phase, ...] = ("loading", "ready", "draining")
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K"))
 _FILE_TYPES: Mapping[int, str] = {  # llama.cpp's numbers
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 import logging
 import math
 import os
@@ -22,7 +21,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -79,14 +78,7 @@ class RamMemory:
 
 Question = m.Question
 Lend = Callable[[], AbstractAsyncContextManager[tuple[m.SentMedia, ...]]]  # a request's images with their pixels
-
-
-class State(enum.Enum):
-    STARTING = "starting"
-    READY = "ready"
-    RESTARTING = "restarting"
-    UNHEALTHY = "unhealthy"
-    STOPPED = "stopped"
+State = Literal["starting", "ready", "restarting", "unhealthy", "stopped"]
 
 
 class Supervisor:
@@ -104,7 +96,7 @@ class Supervisor:
         self._settings = settings
         self._limits = limits or RestartLimits()
         self._on_loading = on_loading
-        self.state = State.STOPPED
+        self.state: State = "stopped"
         self.info: m.ModelInfo | None = None
         self.reason: str | None = None
         self.last_failure: str | None = None  # the last reason why it was not ready, until it is again
@@ -129,7 +121,7 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        if self._engine is None or self.state is not State.READY:
+        if self._engine is None or self.state != "ready":
             return False
         return self._engine.heartbeat.silent_s < self._limits.stalled_s
 
@@ -140,7 +132,7 @@ class Supervisor:
     @property
     def back_in_s(self) -> int | None:
         """When it will be ready again, if that takes as long as the last load; None: unknown."""
-        is_coming = self.state in (State.STARTING, State.RESTARTING)
+        is_coming = self.state in ("starting", "restarting")
         return max(1, math.ceil(self.load_s)) if is_coming and self.load_s is not None else None
 
     @property
@@ -154,8 +146,8 @@ class Supervisor:
 
     def start(self) -> None:
         """Starts the engine, also again after it was stopped or given up: the RAM tier is still there."""
-        assert self._is_over, f"it is {self.state.value} already"
-        self.state = State.STARTING
+        assert self._is_over, f"it is {self.state} already"
+        self.state = "starting"
         self.reason = None
         self.loaded = 0.0
         self.gave_reason = False
@@ -186,8 +178,8 @@ class Supervisor:
         deadline = time.monotonic() + grace_s
         while self.pending and time.monotonic() < deadline and not self._is_over:
             await asyncio.sleep(0.02)
-        was_ready = self.state is State.READY
-        self._set(State.STOPPED, "the server is stopping")
+        was_ready = self.state == "ready"
+        self._set("stopped", "the server is stopping")
         self.pending.fail_all("the server is stopping")
         if self._engine is not None:
             self._engine.send(m.Stop())
@@ -261,7 +253,7 @@ class Supervisor:
         if self._is_over:
             raise self._down()
         is_of_one_life = isinstance(message, m.SlotAction)  # about what slots of this very process hold
-        if is_of_one_life and self.state is not State.READY:
+        if is_of_one_life and self.state != "ready":
             raise EngineStopped("the engine is being restarted, and its slots with it; try again in a moment")
         try:
             pending = Pending(message.id, m.frame(message), is_of_one_life=is_of_one_life)
@@ -269,7 +261,7 @@ class Supervisor:
             raise BadRequest("a number is too large; give at most 64 bits") from None
         del message  # it may have pixels, and the frame holds them, too
         self.pending.add(pending)
-        if self.state is State.READY:
+        if self.state == "ready":
             self._write(pending.frame)
         try:
             yield pending
@@ -288,7 +280,7 @@ class Supervisor:
 
     @property
     def _is_over(self) -> bool:
-        return self.state in (State.UNHEALTHY, State.STOPPED)
+        return self.state in ("unhealthy", "stopped")
 
     async def _run(self) -> None:
         while not self._is_over:
@@ -344,7 +336,7 @@ class Supervisor:
         self.info = info
         self.load_s = now - self._engine.started_at
         self.deaths.ready(now)
-        self._set(State.READY, None)
+        self._set("ready", None)
         for pending in self.pending:
             self._write(pending.frame)
 
@@ -356,7 +348,7 @@ class Supervisor:
             self._write(m.frame(cancel))
 
     async def _on_death(self, cause: Cause, why: str) -> None:
-        was_ready = self.state is State.READY
+        was_ready = self.state == "ready"
         self.deaths.died(time.monotonic())
         self.died_of[cause] += 1
         log.error("the engine died (%s); death %d without a served request", why, self.deaths.n_in_row)
@@ -371,20 +363,20 @@ class Supervisor:
     def _begin_again(self, why: str) -> None:
         self.n_restarts += 1
         self.last_restart = why
-        self._set(State.RESTARTING, why)
+        self._set("restarting", why)
         self.load = None
         self.pending.keep_for_replay(why, self.back_in_s)
 
     def _give_up(self, reason: str) -> None:
         log.error("giving up for now: %s", reason)
         self.deaths.give_up()
-        self._set(State.UNHEALTHY, reason)
+        self._set("unhealthy", reason)
         self.pending.fail_all(reason)
 
     def _set(self, state: State, reason: str | None) -> None:
         self.state = state
         self.reason = reason
-        if state is not State.STOPPED:
+        if state != "stopped":
             self.last_failure = reason
         self._changed.set()
         self._changed = asyncio.Event()
