@@ -20,10 +20,9 @@ from pathlib import Path
 import msgspec
 
 from bench.workload.memory import FORMS, TRACES, trace
-from everwarm.simulate.curves import KNOWN, Curves
-from everwarm.simulate.oracle import SharedPrefix, shares
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.replay import DEFAULT_NAMES, replay
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import KNOWN, Curves, MachineSize
 from everwarm.simulate.trace import TraceTurn
 
 TUNED, HELD_OUT = 1, (509,)
@@ -89,23 +88,22 @@ def run() -> None:
 
 def measure(cell: Cell, budgets: Sequence[Budget] = RAM_ALONE) -> list[Found]:
     turns, curves = trace(cell.trace, cell.form, cell.seed), KNOWN[cell.curves]
-    known = shares(turns)
-    whole = whole_bytes(turns, known, curves)
-    return [_measure(cell, turns, known, budget, whole) for budget in budgets]
+    n_new = unavoidable_tokens(turns)
+    whole = whole_bytes(turns, n_new, curves)
+    return [_measure(cell, turns, n_new, budget, whole) for budget in budgets]
 
 
-def _measure(cell: Cell, turns: list[TraceTurn], known: list[SharedPrefix], budget: Budget, whole: int) -> Found:
+def _measure(cell: Cell, turns: list[TraceTurn], n_new: list[int], budget: Budget, whole: int) -> Found:
     machine = MachineSize(disk_bytes=int(budget.disk * whole), disk_bytes_per_s=DISK_BYTES_PER_S)
     curves, n_ram = KNOWN[cell.curves], int(budget.ram * whole)
-    costs = {name: replay(turns, name, curves, n_ram, machine, known) for name in DEFAULT_NAMES}
+    costs = {name: replay(turns, name, curves, n_ram, machine, n_new) for name in DEFAULT_NAMES}
     reads = {name: cost.n_read for name, cost in costs.items()}
     seconds = {name: cost.seconds for name, cost in costs.items()}
-    n_new = sum(each.n_unavoidable for each in known)
-    return Found(cell, budget, costs["ours"].n_prompt, n_new, reads, seconds)
+    return Found(cell, budget, costs["ours"].n_prompt, sum(n_new), reads, seconds)
 
 
-def whole_bytes(turns: list[TraceTurn], known: list[SharedPrefix], curves: Curves) -> int:
-    n_tokens = sum(each.n_unavoidable for each in known) + sum(len(turn.reply) for turn in turns)
+def whole_bytes(turns: list[TraceTurn], n_new: list[int], curves: Curves) -> int:
+    n_tokens = sum(n_new) + sum(len(turn.reply) for turn in turns)
     return n_tokens * curves.kv_bytes_per_token + len(turns) * curves.state_bytes
 
 

@@ -25,10 +25,9 @@ from everwarm.engine.process.messages import CutHints
 from everwarm.engine.request import Ask, Finished, Result
 from everwarm.engine.settings import EngineSettings
 from everwarm.prompt.prompt import Codes, Prompt
-from everwarm.simulate.curves import Curves
-from everwarm.simulate.oracle import shares
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.replay import DEFAULT_NAMES, replay
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import Curves, MachineSize
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state.store.arena_file import memory_file
 
@@ -88,7 +87,7 @@ def _run(chosen: argparse.Namespace) -> None:
 
 def _compared(turns: list[TraceTurn], share: float) -> str:
     curves = _curves()
-    budget = int(share * whole_bytes(turns, shares(turns), curves))
+    budget = int(share * whole_bytes(turns, unavoidable_tokens(turns), curves))
     core = assemble(EMBEDDED_MODEL, replace(SETTINGS, ram_bytes=budget), memory=memory_file())  # as a server has it
     try:
         played = play(core, turns)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.workload.chat import to_turn
 from bench.workload.scenarios import SCENARIOS, mixed, scenario
-from everwarm.simulate.oracle import shares
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.trace import to_line
 
 
@@ -25,8 +25,8 @@ def main() -> None:
         steps = scenario(given.name, given.seed, given.size)
     turns = [to_turn(step) for step in steps]
     given.out.write_bytes(b"".join(map(to_line, turns)))
-    known = shares(turns)
-    n_avoidable, n_unavoidable = sum(s.n_avoidable for s in known), sum(s.n_unavoidable for s in known)
+    n_unavoidable = sum(unavoidable_tokens(turns))
+    n_avoidable = sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns) - n_unavoidable
     print(f"{given.out}: {len(turns)} requests, {n_avoidable:,} tokens avoidable, {n_unavoidable:,} not")
 
 

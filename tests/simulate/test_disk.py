@@ -10,11 +10,10 @@ from bench.workload.memory import trace
 
 from everwarm.cli.simulate import simulate
 from everwarm.errors import BadRequest
-from everwarm.simulate.curves import LARGE
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import Cost, replay
 from everwarm.simulate.simulated_cache import SimulatedCache
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import LARGE, MachineSize
 from everwarm.state.policy import Entry, choose
 
 RAM = 2 << 30

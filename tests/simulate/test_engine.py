@@ -5,9 +5,8 @@ from bench.workload.chat import to_turn
 from bench.workload.scenarios import scenario
 
 from everwarm.engine.request import Progress
-from everwarm.simulate.curves import Curves
 from everwarm.simulate.replay import replay
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import Curves, MachineSize
 from everwarm.simulate.trace import TraceTurn
 from support.drive import open_core, step_until, submit, text, tidy
 from support.drive import run as ask

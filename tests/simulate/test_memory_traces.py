@@ -11,12 +11,11 @@ from bench.policy import CLOSE, OTHERS, TUNED, Budget, Cell, measure, whole_byte
 from bench.policy_engine import curves_of, play
 from bench.workload.memory import trace
 
-from everwarm.simulate.curves import LARGE, TINY, Curves
-from everwarm.simulate.oracle import shares
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.policies import OURS, smallest_hole
 from everwarm.simulate.replay import replay
 from everwarm.simulate.simulated_cache import SimulatedCache
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import LARGE, TINY, Curves, MachineSize
 from everwarm.state.policy import CutKind
 from everwarm.state.store.arena_file import memory_file
 from everwarm.state.tree import Node
@@ -66,7 +65,7 @@ def test_without_what_is_learned_the_same_places_read_much_more(name):
 
 def n_read_of(name: str, form: str, seed: int, curves: Curves, share: float) -> int:
     turns = trace(name, form, seed)
-    return replay(turns, "ours", curves, int(share * whole_bytes(turns, shares(turns), curves))).n_read
+    return replay(turns, "ours", curves, int(share * whole_bytes(turns, unavoidable_tokens(turns), curves))).n_read
 
 
 def test_a_parked_state_stays_on_the_device_while_ram_has_no_room_for_it(monkeypatch):
@@ -105,7 +104,7 @@ def test_the_engine_reads_what_the_simulator_says_when_memory_is_short(name, for
     turns = trace(name, form, 5, size=0.02, n_vocab=250)[:48]
     with open_core(n_slots=2, n_ctx=4096, n_spares=4) as core:
         curves = curves_of(core)
-    budget = int(share * whole_bytes(turns, shares(turns), curves))
+    budget = int(share * whole_bytes(turns, unavoidable_tokens(turns), curves))
     with (
         os.fdopen(memory_file()) as memory,
         open_core(n_slots=2, n_ctx=4096, n_spares=4, ram_bytes=budget, memory=memory.fileno()) as core,

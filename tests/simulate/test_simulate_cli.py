@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from bench.workload.chat import to_turn
 from bench.workload.scenarios import scenario
 
-from everwarm.simulate.curves import LARGE
+from everwarm.simulate.simulated_machine import LARGE
 from everwarm.simulate.trace import to_line
 from support.server import run_cli
 

@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.simulate.curves import Curves
+from everwarm.simulate.simulated_machine import Curves
 from everwarm.simulate.trace import TraceTurn
 
 STATE = 1000

@@ -10,11 +10,10 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from everwarm.config import parse_bytes, require
-from everwarm.simulate.curves import KNOWN, Curves, parse_curves
-from everwarm.simulate.oracle import fewest_tokens, shares
+from everwarm.simulate.oracle import fewest_tokens, unavoidable_tokens
 from everwarm.simulate.plot import Axis, line_chart
 from everwarm.simulate.replay import DEFAULT_NAMES, NAMES, Cost, markdown, size_text, sweep
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import KNOWN, Curves, MachineSize, parse_curves
 from everwarm.simulate.trace import TraceTurn, parse
 
 MAX_SLOTS = 256
@@ -76,7 +75,7 @@ def simulate(
 def _print(turns: list[TraceTurn], costs: list[Cost], optima: dict[int, int], rate: float) -> None:
     """``optima``: budgets of which the optimum is to be shown, with the states that fit."""
     console = Console(highlight=False, soft_wrap=True)
-    n_unavoidable = sum(share.n_unavoidable for share in shares(turns))
+    n_unavoidable = sum(unavoidable_tokens(turns))
     n_prompt = sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns)
     console.print(f"{len(turns):,} requests, {n_prompt:,} prompt tokens, {n_unavoidable:,} of them new\n", markup=False)
     console.print(markdown(costs), markup=False)

@@ -12,8 +12,8 @@ import bisect
 from dataclasses import dataclass, field
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.simulate.curves import Curves
 from everwarm.simulate.simulated_cache import Outcome
+from everwarm.simulate.simulated_machine import Curves
 from everwarm.simulate.trace import TraceTurn
 
 MAX_CHECKPOINTS = 32

@@ -64,21 +64,13 @@ class Known:
         return edge, at
 
 
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Tokens that one request reads: avoidable ones, and unavoidable ones."""
-
-    n_avoidable: int
-    n_unavoidable: int
-
-
-def shares(turns: Iterable[TraceTurn]) -> list[SharedPrefix]:
+def unavoidable_tokens(turns: Iterable[TraceTurn]) -> list[int]:
+    """How many tokens each request must read, whatever was kept of those before it."""
     known = Known()
     found = []
     for turn in turns:
         n_shared = min(known.n_shared(turn.prompt), turn.n_stop)
-        n_free = turn.prompt.n_tokens(n_shared)
-        found.append(SharedPrefix(n_free, turn.prompt.n_tokens(turn.n_stop) - n_free))
+        found.append(turn.prompt.n_tokens(turn.n_stop) - turn.prompt.n_tokens(n_shared))
         known.add(turn.path)
     return found
 

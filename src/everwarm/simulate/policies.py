@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from everwarm.simulate.curves import Curves
+from everwarm.simulate.simulated_machine import Curves
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy
 from everwarm.state.policy import GUARD, NEAR_END, CheckpointParams, Cut, CutKind, Entry, EvictionChoice, Spacing

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from everwarm.config import require
-from everwarm.simulate.curves import Curves
 from everwarm.simulate.fifo_cache import FifoMemory
-from everwarm.simulate.oracle import SharedPrefix, shares
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.policies import POLICIES, Policy
 from everwarm.simulate.simulated_cache import SimulatedCache
-from everwarm.simulate.simulated_machine import MachineSize
+from everwarm.simulate.simulated_machine import Curves, MachineSize
 from everwarm.simulate.trace import TraceTurn
 
 FIFO = "fifo-32"
@@ -57,12 +56,12 @@ def replay(
     curves: Curves,
     budget: int,
     machine: MachineSize | None = None,
-    known: Sequence[SharedPrefix] | None = None,
+    unavoidable: Sequence[int] | None = None,
 ) -> Cost:
-    """``known``: the result of ``shares`` for the same turns, to compute it once."""
+    """``unavoidable``: the result of ``unavoidable_tokens`` for the same turns, to compute it once."""
     machine = machine or MachineSize()
     store = cache_for(policy, curves, budget, machine)
-    known = shares(turns) if known is None else known
+    unavoidable = unavoidable_tokens(turns) if unavoidable is None else unavoidable
     reads: list[int] = []
     seconds, disk_bytes = 0.0, 0
     for turn in turns:
@@ -77,7 +76,7 @@ def replay(
         n_requests=len(turns),
         n_prompt=sum(turn.prompt.n_tokens(turn.n_stop) for turn in turns),
         n_read=sum(reads),
-        n_regret=sum(reads) - sum(share.n_unavoidable for share in known),
+        n_regret=sum(reads) - sum(unavoidable),
         seconds=seconds,
         most_bytes=store.most_bytes,
         written_bytes=store.written_bytes,
@@ -94,9 +93,9 @@ def sweep(
     budgets: Iterable[int],
     machine: MachineSize | None = None,
 ) -> list[Cost]:
-    known = shares(turns)
+    unavoidable = unavoidable_tokens(turns)
     sizes = list(budgets)
-    return [replay(turns, name, curves, size, machine, known) for name in policies for size in sizes]
+    return [replay(turns, name, curves, size, machine, unavoidable) for name in policies for size in sizes]
 
 
 _HEAD = ("policy", "budget", "read", "regret", "hit rate", "seconds", "held", "written", "from disk", "to disk")

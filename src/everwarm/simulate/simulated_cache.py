@@ -18,9 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.prompt.prompt import Prompt
-from everwarm.simulate.curves import Curves
 from everwarm.simulate.policies import Policy, TurnReading
-from everwarm.simulate.simulated_machine import MachineSize, SimulatedDevice, SimulatedDisk, SimulatedSlot, weightless
+from everwarm.simulate.simulated_machine import (
+    Curves,
+    MachineSize,
+    SimulatedDevice,
+    SimulatedDisk,
+    SimulatedSlot,
+    weightless,
+)
 from everwarm.simulate.trace import TraceTurn
 from everwarm.state import policy as state_policy
 from everwarm.state import segment_merge

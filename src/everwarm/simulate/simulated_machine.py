@@ -1,4 +1,6 @@
-"""The machine of a simulated cache, beside RAM: slots and spares on the device, a disk, and blobs that weigh nothing.
+"""The machine of a simulated cache: what a model costs on it, slots and spares on its device, its disk.
+
+``Curves`` are the seconds to read a token at a depth, the bytes of a state and of a token's KV, and the speed of loading.
 
 The device is a record only: which lineages its slots and spares hold, and how many cells they take. What is copied to
 RAM before something leaves is ``simulated_cache``'s business. Lineages that the tree shares are assumed to share their
@@ -15,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
+from everwarm.config import require
+from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.simulate.curves import Curves
 from everwarm.state.policy import CutKind, assumed_returns, victims
 from everwarm.state.ram_eviction import WeighingFacts, weigh
 from everwarm.state.returns import Continuation
@@ -28,6 +32,75 @@ from everwarm.types import Blob, SeqId
 DISK_LOW_WATER = 0.97
 _EMPTY = Prompt.of_tokens([])
 _BYTE = np.zeros(1, np.uint8)
+
+
+# what a model costs
+
+
+class Curves(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``prefill`` holds pairs of a depth and the seconds that one token takes there; between them lines are drawn."""
+
+    name: str
+    state_bytes: int
+    kv_bytes_per_token: int
+    load_bytes_per_s: float
+    prefill: tuple[tuple[float, float], ...]
+    logits_bytes: int = 0  # of one row, which is kept with the end of a prompt
+    segment_bytes: int = 0  # that each segment takes beside its tokens
+
+    def read_s(self, start: int, stop: int) -> float:
+        """Seconds to read the tokens from ``start`` to ``stop``."""
+        if stop <= start:
+            return 0.0
+        depths, seconds = zip(*self.prefill, strict=True)
+        inner = [d for d in depths if start < d < stop]
+        at = np.array([start, *inner, stop], float)
+        return float(np.trapezoid(np.interp(at, depths, seconds), at))
+
+    def load_s(self, n_bytes: int) -> float:
+        return n_bytes / self.load_bytes_per_s
+
+    @property
+    def seconds_per_token(self) -> float:
+        """At a middling depth; what an engine would have learned."""
+        return self.read_s(0, 32_768) / 32_768
+
+
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "state_bytes": (1, 1 << 40),
+    "kv_bytes_per_token": (0, 1 << 30),
+    "load_bytes_per_s": (1, 1e15),
+    "logits_bytes": (0, 1 << 30),
+    "segment_bytes": (0, 1 << 30),
+}
+
+# A 27B hybrid at Q8_0 on an H200: 26,549 tokens in 9.2 s, 149.6 MiB of state, 64 KiB of KV per token, 22 ms to set a state.
+LARGE = Curves("27b", 156_867_000, 65_536, 7.1e9, ((0, 3.2e-4), (26_549, 3.7e-4), (131_072, 5.7e-4)))
+# A hybrid of 9B parameters on a card of 24 GiB, from its shape: a third of the state, half of the KV, three times as fast.
+MEDIUM = Curves("9b", 52_000_000, 32_768, 7.1e9, ((0, 1.1e-4), (26_549, 1.3e-4), (131_072, 2.2e-4)))
+# The embedded model on two cores that others used as well, 5,000 tokens.
+TINY = Curves("tiny", 430_252, 1_048, 2e9, ((0, 5.0e-4), (5_000, 1.1e-3)))
+KNOWN = {curves.name: curves for curves in (LARGE, MEDIUM, TINY)}
+
+
+def parse_curves(text: bytes) -> Curves:
+    """Curves from JSON; what makes no sense is refused with a sentence."""
+    try:
+        curves = msgspec.json.decode(text, type=Curves)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"the curves cannot be read: {error}") from None
+    for name, (low, high) in _BOUNDS.items():
+        value = getattr(curves, name)
+        require(low <= value <= high, f"{name} is {value}; give {low:g} to {high:g}")
+    depths = [depth for depth, _ in curves.prefill]
+    require(
+        bool(depths) and depths == sorted(set(depths)) and depths[0] >= 0, "prefill needs pairs with growing depths"
+    )
+    require(all(0 < s < 1e3 for _, s in curves.prefill), "prefill needs seconds per token above 0 and below 1000")
+    return curves
+
+
+# the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +210,9 @@ def _kind(node: Node) -> CutKind:
 
 def _used_at(node: Node) -> float:
     return 0.0 if node.checkpoint is None else node.checkpoint.used_at
+
+
+# the disk
 
 
 @dataclass(slots=True)
