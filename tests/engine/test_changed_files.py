@@ -140,11 +140,7 @@ def test_overwritten_and_put_back_within_a_step_only_that_step_is_done_again(tmp
         with during_step(core, 3, there_and_back):
             found = run(core, PROMPT, max_tokens=16, use_cache=False)
         check(core)
-        assert (
-            found.tokens == right
-            and core.counts.n_decode_failures == 1
-            and core.cache.checkpoint_stats.n_quarantined == 0
-        )
+        assert found.tokens == right and core.counts.n_decode_failures == 1 and core.counts.n_quarantined == 0
         put_away(core)
         assert objects(tmp_path), "and from then on everything is kept again"
 

@@ -34,7 +34,7 @@ from everwarm.engine.speculation.draft_length import Pacing
 from everwarm.engine.speculation.lookup import DiskTexts, SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import HeadDrafter, ModelDrafter, require_drafts_for
 from everwarm.engine.speculation.speculator import Rollback, Speculator
-from everwarm.engine.stats import FIRST_GUESS_S, CheckpointStats, RequestStats, Speed
+from everwarm.engine.stats import FIRST_GUESS_S, EngineStats, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pins import TimedPins
@@ -148,11 +148,11 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     context = opened.context
     residents = _residents(opened)
     speed = Speed()
-    counts = RequestStats()
+    counts = EngineStats(opened.sizes.spacing.max_checkpoints)
     queue = RequestQueue()
     prewarm = PrewarmQueue()
-    cache = _cache(opened, residents, speed, outlives_us=outlives_us)
-    speculator = _speculator(opened, DiskTexts(cache.tiers))
+    cache = _cache(opened, residents, speed, counts, outlives_us=outlives_us)
+    speculator = _speculator(opened, DiskTexts(cache.tiers), counts)
     takes_cuts = context.kind.needs_checkpoints and opened.sizes.spacing.max_checkpoints > 0
     admission = Admission(
         context, cache.tree, residents.slots, cache.restorer, cache.loader, cache.returns, speed, cuts=takes_cuts
@@ -180,7 +180,9 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
     )
 
 
-def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: bool) -> PrefixCache:
+def _cache(
+    opened: _Opened, residents: Residents, speed: Speed, stats: EngineStats, *, outlives_us: bool
+) -> PrefixCache:
     settings = opened.settings
     sizes = opened.sizes
     context = opened.context
@@ -188,7 +190,6 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     ram = opened.ram
     kv_bytes = sizes.shape.kv_bytes_per_token
     state_bytes = sizes.shape.state_bytes
-    stats = CheckpointStats(sizes.spacing.max_checkpoints)
     returns = Returns(tree)
     share = settings.namespace_share
     budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
@@ -218,7 +219,6 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
         tree=tree,
         residents=residents,
         checkpointer=checkpointer,
-        checkpoint_stats=stats,
         restorer=Restorer(context, tree, residents, checkpointer, writer, room, ram, stats),
         returns=returns,
         room=room,
@@ -234,7 +234,7 @@ def _cache(opened: _Opened, residents: Residents, speed: Speed, *, outlives_us: 
     )
 
 
-def _speculator(opened: _Opened, on_disk: DiskTexts) -> Speculator:
+def _speculator(opened: _Opened, on_disk: DiskTexts, counts: EngineStats) -> Speculator:
     settings = opened.settings
     sizes = opened.sizes
     first = settings.n_slots + sizes.n_spares
@@ -250,6 +250,7 @@ def _speculator(opened: _Opened, on_disk: DiskTexts) -> Speculator:
         drafters,
         frozenset(opened.model.vocab.eog),
         settings.max_draft,
+        counts,
         computing,
         clock,
         Pacing(opened.context.n_snapshots),

@@ -28,7 +28,6 @@ from everwarm.engine.request import Ask, Event, Finish, Finished, NewToken, Prog
 from everwarm.engine.scheduling.admission import (
     Admission,
     RequestQueue,
-    Verdict,
     backlog_of,
     require_possible,
     seats_window,
@@ -48,7 +47,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Proposal
 from everwarm.engine.speculation.speculator import Picked, Speculator, pick, with_probs
-from everwarm.engine.stats import RequestStats, Speed
+from everwarm.engine.stats import EngineStats, Speed
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected, WeightsTouched
 from everwarm.llama.batch import Feed
@@ -90,7 +89,7 @@ class Core:
     prewarm: PrewarmQueue
     # what is learned on the way
     speed: Speed
-    counts: RequestStats
+    counts: EngineStats
     computes_aside: bool  # on a GPU: decoding returns before its results are there
     stall: StallWatch = field(default_factory=StallWatch)
     has_cancelled: bool = False  # a request was cancelled since the last step
@@ -561,9 +560,9 @@ class Core:
                 self._suspend(slot, "its turn is over")
         for request in self.admission.candidates(self.queue):
             verdict = self.admission.judge(request)
-            if verdict is Verdict.FULL:
+            if verdict == "full":
                 return
-            if verdict is Verdict.START:
+            if verdict == "start":
                 self._start(request, events)
 
     def _start(self, request: Request, events: list[Event]) -> None:
@@ -720,7 +719,7 @@ class Core:
 
     def _describe_stall(self) -> str:
         first = itertools.islice(self.queue, MAX_SHOWN)
-        waiting = [(request, self.admission.judge(request).value) for request in first]
+        waiting = [(request, self.admission.judge(request)) for request in first]
         return describe_stall(self.context.cells, self.slots, waiting)
 
     def _end_oldest(self, events: list[Event]) -> None:

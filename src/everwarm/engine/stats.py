@@ -72,9 +72,11 @@ def _mixed(known: float, new: float, n: int, most: float) -> float:
     return memory * known + (1 - memory) * new
 
 
-@dataclass(slots=True)
-class RequestStats:
-    """What happened since the start."""
+@dataclass
+class EngineStats:
+    """What happened since the start. ``max_checkpoints`` on one path are allowed: the log says how many there are."""
+
+    max_checkpoints: InitVar[int]
 
     n_requests: int = 0
     n_prompt: int = 0
@@ -91,6 +93,16 @@ class RequestStats:
     n_drafted: int = 0  # tokens
     n_draft_accepted: int = 0
     n_verified: int = 0  # drafts
+    # checkpoints
+    n_created: int = 0
+    n_restored: int = 0
+    n_dropped: int = 0
+    n_quarantined: int = 0
+    n_prewarms_used: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTIONS, 0))
+
+    def __post_init__(self, max_checkpoints: int) -> None:
+        self._max_checkpoints = max_checkpoints
 
     @property
     def new_share(self) -> float:
@@ -112,21 +124,7 @@ class RequestStats:
                 "full re-read of %d tokens although %d were known: %s", request.n_prompt_tokens, n_shared, reason.words
             )
 
-
-@dataclass
-class CheckpointStats:
-    """``max_checkpoints`` on one path are allowed: the log says how many there are."""
-
-    max_checkpoints: InitVar[int]
-    n_created: int = 0
-    n_restored: int = 0
-    n_dropped: int = 0
-    n_quarantined: int = 0
-    n_prewarms_used: int = 0
-    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTIONS, 0))
-
-    def __post_init__(self, max_checkpoints: int) -> None:
-        self._max_checkpoints = max_checkpoints
+    # checkpoints
 
     def evicted(self, reason: str) -> None:
         """Counts an eviction; other reasons are not counted."""

@@ -60,11 +60,11 @@ def in_full_ram(core: Core) -> int:
     """How many checkpoints a prompt takes where RAM has no room for any of them, and nothing else may go."""
     run(core, PROMPT)
     core.cache.room.clear()
-    weigh, n_created = core.cache.ram_budget._weigh, core.cache.checkpoint_stats.n_created
+    weigh, n_created = core.cache.ram_budget._weigh, core.counts.n_created
     core.cache.ram_budget._weigh = lambda part: [e for e in weigh(part) if part.nodes[e.key // 2].path.codes[0] == 2]
     core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes
     run(core, text(2, 800))
-    return core.cache.checkpoint_stats.n_created - n_created
+    return core.counts.n_created - n_created
 
 
 def test_where_ram_is_full_of_better_ones_the_rest_of_a_prompt_is_read_without_stops(monkeypatch):

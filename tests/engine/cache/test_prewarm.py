@@ -86,9 +86,9 @@ def test_it_is_counted_apart_and_counts_as_used_once_it_was():
         offer(core)
         idle(core)
         assert before == (core.counts.n_requests, core.counts.n_prompt, core.counts.n_avoidable)
-        assert core.cache.checkpoint_stats.n_prewarms_used == 0
+        assert core.counts.n_prewarms_used == 0
         run(core, NEXT)
-        assert core.cache.checkpoint_stats.n_prewarms_used == 1
+        assert core.counts.n_prewarms_used == 1
 
 
 def test_nothing_is_read_when_the_next_request_goes_on_from_what_is_there():

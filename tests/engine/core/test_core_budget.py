@@ -55,7 +55,7 @@ def test_zero_switches_the_mechanism_off(arch, n_spares):
         first = run(core, text(1, 100))
         run(core, text(2, 100), boundaries=(50,))
         again = run(core, text(1, 100))
-        assert checkpoints(core) == [] and core.cache.checkpoint_stats.n_created == 0
+        assert checkpoints(core) == [] and core.counts.n_created == 0
         assert again.tokens == first.tokens
         # KV alone needs none, and a window that still reaches back
         assert (again.n_cached > 0) == (arch in ("llama", "gemma3"))
@@ -175,7 +175,7 @@ def test_every_checkpoint_made_restored_or_dropped_is_one_line(caplog, n_spares)
             history = [*history, *run(core, history).tokens, *text(5 + turn, 40)]
             run(core, text(50 + turn, 100))
         run(core, text(52, 100))
-        counts = core.cache.checkpoint_stats
+        counts = core.counts
     assert min(counts.n_created, counts.n_restored, counts.n_dropped) > 0
     assert len(lines(caplog, "checkpoint created")) == counts.n_created
     assert len(lines(caplog, "checkpoint restored")) == counts.n_restored

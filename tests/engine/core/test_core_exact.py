@@ -140,7 +140,7 @@ def test_plain_attention_takes_no_checkpoints_and_reads_one_token_of_an_identica
         run(core, prompt, 4)
         again = run(core, prompt, 4)
         assert again.n_processed == 1
-        assert core.cache.checkpoint_stats.n_created == 0 and len(core.cache.residents.spares) == 0
+        assert core.counts.n_created == 0 and len(core.cache.residents.spares) == 0
 
 
 @pytest.mark.parametrize("at", [1, 37, 99])

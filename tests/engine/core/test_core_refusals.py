@@ -36,7 +36,7 @@ def test_a_state_refused_once_is_quarantined_and_the_next_best_is_used(arch):
         read_and_lose(core)
         refused = refuse_restores(core)
         result = run(core, AGAIN)
-        assert refused.n_refused == 1 and core.cache.checkpoint_stats.n_quarantined == 1
+        assert refused.n_refused == 1 and core.counts.n_quarantined == 1
         assert result.n_cached == 160
         assert_greedy(core, AGAIN, result)
         assert run(core, AGAIN).n_cached >= 266  # and life goes on
@@ -49,7 +49,7 @@ def test_states_that_are_always_refused_lead_down_to_a_cold_start(arch):
         refused = refuse_restores(core, ALWAYS)
         result = run(core, AGAIN)
         assert result.n_cached == 0
-        assert refused.n_refused == core.cache.checkpoint_stats.n_quarantined == 3  # 80, 160 and near the end
+        assert refused.n_refused == core.counts.n_quarantined == 3  # 80, 160 and near the end
         assert_greedy(core, AGAIN, result)
 
 
@@ -85,7 +85,7 @@ def test_a_state_that_was_really_damaged_is_refused_by_libllama_and_survived(arc
         damaged.checkpoint.state = damaged.checkpoint.state[:-1].copy()
         check(core)
         result = run(core, AGAIN)
-        assert core.cache.checkpoint_stats.n_quarantined == 1 and result.n_cached == 160
+        assert core.counts.n_quarantined == 1 and result.n_cached == 160
         assert_greedy(core, AGAIN, result)
 
 
@@ -93,7 +93,7 @@ def test_the_control_without_a_refusal_the_deepest_state_is_used():
     with open_core(n_slots=1) as core:
         read_and_lose(core)
         assert run(core, AGAIN).n_cached == 246
-        assert core.cache.checkpoint_stats.n_quarantined == 0
+        assert core.counts.n_quarantined == 0
 
 
 @pytest.mark.parametrize("arch", ["qwen35", "gemma3"])
@@ -204,7 +204,7 @@ def test_a_failed_batch_distrusts_the_state_it_started_from_only(n_spares):
         read_and_lose(core)
         fail_decodes(core)
         result = run(core, AGAIN)
-        assert core.cache.checkpoint_stats.n_quarantined == 1
+        assert core.counts.n_quarantined == 1
         assert_greedy(core, AGAIN, result)
 
 

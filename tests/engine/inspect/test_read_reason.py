@@ -326,7 +326,7 @@ def test_a_refused_state_is_named(monkeypatch):
 
         monkeypatch.setattr(type(core.context), "restore", refuse)
         assert reason(core, HISTORY) is Reason.REFUSED
-        assert core.cache.checkpoint_stats.n_quarantined > 0
+        assert core.counts.n_quarantined > 0
 
 
 def test_no_cache_and_deterministic_are_named():

@@ -14,7 +14,7 @@ import numpy as np
 from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter, is_worth_copying
 from everwarm.engine.slots import Slot, Spares
-from everwarm.engine.stats import CheckpointStats
+from everwarm.engine.stats import EngineStats
 from everwarm.errors import MemoryFault
 from everwarm.llama.blobs import is_finite, is_packed, trunk, unpack
 from everwarm.llama.context import Context
@@ -41,7 +41,7 @@ class Checkpointer:
         spacing: Spacing,
         writer: RamWriter,
         budget: RamBudget,
-        journal: CheckpointStats,
+        journal: EngineStats,
         state_bytes: int,
     ) -> None:
         """``state_bytes``: of one state of this model."""

@@ -16,7 +16,6 @@ from everwarm.engine.cache.ram_budget import RamBudget
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.cache.restore import Restorer
 from everwarm.engine.slots import Residents
-from everwarm.engine.stats import CheckpointStats
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pins import TimedPins
@@ -34,7 +33,6 @@ class PrefixCache:
     residents: Residents  # what of it is on the device
     # taking, restoring and dropping checkpoints
     checkpointer: Checkpointer
-    checkpoint_stats: CheckpointStats
     restorer: Restorer
     returns: Returns
     room: DeviceRoom

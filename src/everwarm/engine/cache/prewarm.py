@@ -103,7 +103,7 @@ def is_worth_prewarming(ask: Ask, restorer: Restorer, context: Context) -> bool:
     """Whether something is left to read, and it fits without evicting anything from the context."""
     sources = restorer.sources(ask.prompt, ask.namespace)
     match = restorer.match(ask.prompt, ask.namespace, sources)
-    n_resident = max((source.n_common for source in sources), default=0)
+    n_resident = max(sources.values(), default=0)
     n_cells = ask.prompt.n_tokens(len(ask.prompt)) - ask.prompt.n_tokens(n_resident)
     fits = not context.kind.has_attention or context.cells.free > n_cells
     return len(ask.prompt) - restorer.n_known(match) > GUARD and fits

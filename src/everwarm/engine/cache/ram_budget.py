@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from everwarm.engine.slots import Residents
-from everwarm.engine.stats import CheckpointStats, Speed
+from everwarm.engine.stats import EngineStats, Speed
 from everwarm.llama.model import MemoryKind
 from everwarm.state import policy
 from everwarm.state.ram_eviction import N_LEAST, Hand, Part, WeighingFacts, is_worth_copying, least_parked, weigh
@@ -36,7 +36,7 @@ class RamBudget:
         residents: Residents,
         returns: Returns,
         speed: Speed,
-        journal: CheckpointStats,
+        journal: EngineStats,
     ) -> None:
         """``namespace_share``: the most that each namespace may take of it."""
         self.n_bytes = n_bytes

@@ -8,7 +8,7 @@ a request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,7 @@ from everwarm.engine.cache.provenance import cover, entry, is_exact, is_part_of
 from everwarm.engine.cache.ram_writer import RamWriter
 from everwarm.engine.process.messages import CheckpointUse
 from everwarm.engine.slots import Residents, Slot
-from everwarm.engine.stats import CheckpointStats
+from everwarm.engine.stats import EngineStats
 from everwarm.engine.tiers.ram import Ram
 from everwarm.errors import ContextFull, KvMissing, MemoryFault, StateRejected, TrimRefused
 from everwarm.llama.context import Context
@@ -31,6 +31,8 @@ from everwarm.state.tree import Match, Node, Segment, Tree
 from everwarm.types import SeqId
 
 log = logging.getLogger("everwarm.engine")
+
+Sources = Mapping[SeqId, int]  # sequences on the device, each with how many items of a prompt it begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +56,6 @@ class Goal:
     tier: str = "disk"  # which
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreSource:
-    """A sequence on the device that holds the beginning of the prompt."""
-
-    seq: SeqId
-    n_common: int
-
-
 class Restorer:
     def __init__(
         self,
@@ -72,7 +66,7 @@ class Restorer:
         writer: RamWriter,
         room: DeviceRoom,
         ram: Ram,
-        stats: CheckpointStats,
+        stats: EngineStats,
     ) -> None:
         self._context = context
         self._tree = tree
@@ -83,21 +77,21 @@ class Restorer:
         self._ram = ram
         self._stats = stats
 
-    def sources(self, prompt: Prompt, namespace: str) -> list[RestoreSource]:
+    def sources(self, prompt: Prompt, namespace: str) -> Sources:
         """Every sequence of this namespace on the device, with the length of the prefix it shares with the prompt."""
         root = self._tree.root(namespace)
-        found = [
-            RestoreSource(slot.seq, int(prompt.common_prefix(slot.resident())))
+        found = {
+            slot.seq: int(prompt.common_prefix(slot.resident()))
             for slot in self._residents.slots
             if slot.n_fed and slot.node.root() is root
-        ]
+        }
         for spare, node in self._residents.spares.parked():
             if node.root() is root:
-                found.append(RestoreSource(spare, min(int(prompt.common_prefix(node.path)), node.n_items)))
+                found[spare] = min(int(prompt.common_prefix(node.path)), node.n_items)
         return found
 
-    def match(self, prompt: Prompt, namespace: str, sources: Sequence[RestoreSource]) -> Match:
-        n_resident = max((source.n_common for source in sources), default=0)
+    def match(self, prompt: Prompt, namespace: str, sources: Sources) -> Match:
+        n_resident = max(sources.values(), default=0)
         return self._tree.match(namespace, prompt, n_resident, needs_kv=self._context.kind.has_attention)
 
     def n_known(self, match: Match) -> int:
@@ -122,12 +116,11 @@ class Restorer:
         most = len(prompt) - 1
         if not self._context.kind.needs_checkpoints:
             return min(match.n_kv, most)
-        common = {source.seq: source.n_common for source in sources}
         ends = [node.n_items for node in match.usable]
-        ends += [slot.n_fed for slot in self._residents.slots if slot.is_idle and common.get(slot.seq) == slot.n_fed]
+        ends += [slot.n_fed for slot in self._residents.slots if slot.is_idle and sources.get(slot.seq) == slot.n_fed]
         return max((n for n in ends if n <= most), default=0)
 
-    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
+    def bring(self, slot: Slot, goal: Goal, match: Match, sources: Sources) -> Restored:
         """Restore the deepest usable point into ``slot``. Unless its logits were kept, an item is left to decode."""
         here = self._stay(slot, goal, match, sources)
         if here is not None:
@@ -162,25 +155,26 @@ class Restorer:
         cells that the restore really shares with a running sequence count once; an equal prefix in other cells does
         not."""
         sources = self.sources(goal.prompt, goal.namespace)
-        found = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
-        n_found = goal.prompt.n_tokens(found.n_common)
+        seq, n_common = self._found(slot, goal.prompt, self.match(goal.prompt, goal.namespace, sources), sources)
+        n_found = goal.prompt.n_tokens(n_common)
         n_read = goal.prompt.n_tokens(len(goal.prompt)) - n_found
-        return self._context.cells.used_with(running, found.seq, n_found) + n_read
+        return self._context.cells.used_with(running, seq, n_found) + n_read
 
-    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sequence[RestoreSource]) -> RestoreSource:
-        """The sequence whose cells a restore starts with, chosen as in ``bring``; KV from RAM takes new cells."""
-        own = _common(slot, sources)
+    def _found(self, slot: Slot, prompt: Prompt, match: Match, sources: Sources) -> tuple[SeqId, int]:
+        """The sequence whose cells a restore starts with, and how many of its items it takes, chosen as in ``bring``; KV
+        from RAM takes new cells."""
+        own = sources.get(slot.seq, 0)
         n_items = self._n_restorable(prompt, match)
         if 0 < own == slot.n_fed and n_items <= own:
-            return RestoreSource(slot.seq, own)
+            return slot.seq, own
         node = next((node for node in match.usable if node.n_items == n_items), None)
         if node is not None and node.checkpoint is not None and node.checkpoint.parked is not None:
-            return RestoreSource(node.checkpoint.parked, n_items)
-        best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
-        if own >= n_items or best.n_common <= own or not self._context.kind.can_share_cells:
-            return RestoreSource(slot.seq, min(own, n_items))
-        chunks = self._residents.history(best.seq)
-        return RestoreSource(best.seq, entry(match.path, min(best.n_common, n_items), n_items, chunks))
+            return node.checkpoint.parked, n_items
+        best, n_best = _longest(sources, slot)
+        if own >= n_items or n_best <= own or not self._context.kind.can_share_cells:
+            return slot.seq, min(own, n_items)
+        chunks = self._residents.history(best)
+        return best, entry(match.path, min(n_best, n_items), n_items, chunks)
 
     def _n_restorable(self, prompt: Prompt, match: Match) -> int:
         """The deepest point that can be restored and leaves something to decode, or its logits."""
@@ -190,10 +184,10 @@ class Restorer:
 
     # ways to a point, cheapest first
 
-    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored | None:
+    def _stay(self, slot: Slot, goal: Goal, match: Match, sources: Sources) -> Restored | None:
         """Keeps the slot as it is: it ends inside the prompt and nothing deeper is known, or it ends with the prompt
         and the logits were kept."""
-        own = _common(slot, sources)
+        own = sources.get(slot.seq, 0)
         if not 0 < own == slot.n_fed or (goal.clean_only and not self._context.is_clean(slot.seq)):
             return None
         if own == len(goal.prompt):
@@ -218,9 +212,7 @@ class Restorer:
             node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind.value, "in place"), checkpoint.logits
         )
 
-    def _try(
-        self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]
-    ) -> Restored | None:
+    def _try(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sources) -> Restored | None:
         checkpoint = node.checkpoint
         if checkpoint is None or not _leaves_work(node, goal.prompt) or (goal.clean_only and not is_exact(node)):
             return None
@@ -239,7 +231,7 @@ class Restorer:
         logits = checkpoint.logits if node.n_items == len(goal.prompt) else None
         return Restored(node.n_items, CheckpointUse(node.mark.n_tokens, checkpoint.kind.value, how), logits)
 
-    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sequence[RestoreSource]) -> str:
+    def _restore(self, slot: Slot, goal: Goal, node: Node, match: Match, sources: Sources) -> str:
         checkpoint = node.checkpoint
         assert checkpoint is not None
         root = self._tree.root(goal.namespace)
@@ -259,7 +251,7 @@ class Restorer:
         self._context.restore(slot.seq, checkpoint.state, node.mark, clean=clean)
         return how
 
-    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored:
+    def _bring_attention(self, slot: Slot, goal: Goal, match: Match, sources: Sources) -> Restored:
         """Plain attention: a restore can end at any item, so the deepest KV wins."""
         n = min(self._clean_kv(match) if goal.clean_only else match.n_kv, len(goal.prompt) - 1)
         try:
@@ -275,12 +267,12 @@ class Restorer:
         how = f"from {goal.tier}" if n and n == goal.n_brought else how
         return Restored(n, CheckpointUse(n, "end", how) if n else None)
 
-    def _cut_window(self, slot: Slot, goal: Goal, match: Match, sources: Sequence[RestoreSource]) -> Restored | None:
+    def _cut_window(self, slot: Slot, goal: Goal, match: Match, sources: Sources) -> Restored | None:
         """Cuts the slot back to what it shares with the prompt, while its sliding window still reaches back that far, and
         keeps a checkpoint there. What was cut is not clean, so a clean checkpoint a few items before is better."""
         if self._context.kind is not MemoryKind.WINDOW or goal.clean_only:
             return None
-        n = min(_common(slot, sources), len(goal.prompt) - 1)
+        n = min(sources.get(slot.seq, 0), len(goal.prompt) - 1)
         best = next((node for node in match.usable if _leaves_work(node, goal.prompt)), None)
         n_kept = 0 if best is None else best.n_items
         is_clean = best is not None and best.checkpoint is not None and best.checkpoint.clean
@@ -315,30 +307,28 @@ class Restorer:
 
     # KV
 
-    def _bring_kv(
-        self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sequence[RestoreSource]
-    ) -> str:
+    def _bring_kv(self, slot: Slot, goal: Goal, n_items: int, path: Sequence[Node], sources: Sources) -> str:
         """Make the slot hold the KV of the first ``n_items``: its own, another sequence's, the rest from segments.
 
         Meanwhile the slot's record always matches what its sequence holds: making room depends on it.
         """
-        own = min(_common(slot, sources), n_items)
-        best = max(sources, key=lambda s: s.n_common, default=RestoreSource(slot.seq, 0))
+        own = min(sources.get(slot.seq, 0), n_items)
+        best, n_best = _longest(sources, slot)
         chunks = tuple(slot.chunks)
         have = entry(path, own, n_items, chunks)
         how = "from ram"
         self._writer.save_kv(slot.seq, slot.node, beyond=have)
         if own == n_items:
             return "in place"
-        if best.n_common > own and self._context.kind.can_share_cells:
-            chunks = self._residents.history(best.seq)
-            have = entry(path, min(best.n_common, n_items), n_items, chunks)
+        if n_best > own and self._context.kind.can_share_cells:
+            chunks = self._residents.history(best)
+            have = entry(path, min(n_best, n_items), n_items, chunks)
             how = "shared"
             self._room.vacate(slot, self._tree.root(goal.namespace))
-            self._context.share_kv(best.seq, slot.seq, goal.prompt.mark(have))
+            self._context.share_kv(best, slot.seq, goal.prompt.mark(have))
         else:
-            if best.n_common > own:
-                self._writer.save_lineage(best.seq, [n for n in path if own < n.n_items <= best.n_common])
+            if n_best > own:
+                self._writer.save_lineage(best, [n for n in path if own < n.n_items <= n_best])
             self._context.keep_kv(slot.seq, goal.prompt.mark(have))
         self._stand(slot, goal, path, have, chunks)
         self._splice(slot, goal, n_items, path)
@@ -400,8 +390,9 @@ class Restorer:
         slot.hold(goal.prompt.first(n_items), next(inside, root), chunks)
 
 
-def _common(slot: Slot, sources: Sequence[RestoreSource]) -> int:
-    return next((source.n_common for source in sources if source.seq == slot.seq), 0)
+def _longest(sources: Sources, slot: Slot) -> tuple[SeqId, int]:
+    """The sequence that holds most of a prompt, and how much."""
+    return max(sources.items(), key=lambda source: source[1], default=(slot.seq, 0))
 
 
 def _goes_on(slot: Slot, segment: Segment) -> bool:

@@ -88,7 +88,6 @@ def counts(core: Core) -> dict[str, Any]:
     cache = core.cache
     return {
         **dataclasses.asdict(core.counts),
-        **dataclasses.asdict(cache.checkpoint_stats),
         "evictions": evictions(core),
         "seconds_per_token": core.speed.seconds_per_token if core.speed.n_measured else None,
         "ram_bytes": cache.tree.ram_bytes,
@@ -113,7 +112,7 @@ def counts(core: Core) -> dict[str, Any]:
 def summary(core: Core) -> dict[str, Any]:
     cache = core.cache
     tree = cache.tree
-    stats = cache.checkpoint_stats
+    stats = core.counts
     n_parked = len(cache.residents.spares.parked())
     ram = {
         "bytes": tree.ram_bytes,
@@ -185,7 +184,7 @@ _NO_DISK = {
 
 def evictions(core: Core) -> dict[str, int]:
     """How many usable checkpoints were evicted, by reason."""
-    return {**core.cache.checkpoint_stats.evictions, "disk_budget": core.cache.tiers.disk.counts.n_evicted}
+    return {**core.counts.evictions, "disk_budget": core.cache.tiers.disk.counts.n_evicted}
 
 
 def placement_of(core: Core) -> Placement:

@@ -14,7 +14,7 @@ from everwarm.engine.cache.offload import Offload
 from everwarm.engine.cache.prewarm import PrewarmQueue, unread_rest
 from everwarm.engine.request import Finish, Request
 from everwarm.engine.slots import Slot
-from everwarm.engine.stats import RequestStats
+from everwarm.engine.stats import EngineStats
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import StateRejected
 from everwarm.state.policy import CutKind
@@ -37,7 +37,7 @@ class Keeper:
     returns: Returns
     offload: Offload | None  # None: nothing outlives this engine but what is on disk
     prewarm: PrewarmQueue
-    counts: RequestStats
+    counts: EngineStats
     finish_prefill_s: float  # so long a prompt whose client went away may wait to be read on; 0: it is not
     ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
 

@@ -21,7 +21,7 @@ from everwarm.engine.process.reply_text import ReplyText, items_text
 from everwarm.engine.request import Ask, Request
 from everwarm.engine.scheduling.admission import Admission, is_as_before
 from everwarm.engine.slots import Slot
-from everwarm.engine.stats import RequestStats
+from everwarm.engine.stats import EngineStats
 from everwarm.engine.tiers.loader import LoadOutcome
 from everwarm.errors import BadRequest
 from everwarm.llama.context import Context
@@ -114,7 +114,7 @@ class Starter:
     slots: Sequence[Slot]
     cache: PrefixCache
     admission: Admission
-    counts: RequestStats
+    counts: EngineStats
     n_ubatch: int
     partings: Partings = field(default_factory=Partings)
 
@@ -130,7 +130,7 @@ class Starter:
         prompt = request.items(request.n_items)
         brought = self.admission.lay_fetched(request)
         goal = Goal(prompt, ask.namespace, ask.deterministic, brought.n_items, brought.tier)
-        sources = cache.restorer.sources(prompt, goal.namespace) if ask.use_cache else []
+        sources = cache.restorer.sources(prompt, goal.namespace) if ask.use_cache else {}
         slot = self.admission.seat(request, sources)
         match = cache.restorer.match(prompt, goal.namespace, sources)
         if is_first and not ask.ahead and not ask.is_background:

@@ -11,12 +11,12 @@ depend on both.
 from __future__ import annotations
 
 import collections
-import enum
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from everwarm.engine.cache.restore import Goal, Restorer, RestoreSource
+from everwarm.engine.cache.restore import Goal, Restorer, Sources
 from everwarm.engine.images import ImageCache
 from everwarm.engine.process.messages import Backlog, SentSound
 from everwarm.engine.request import Ask, Request
@@ -141,10 +141,8 @@ def is_as_before(slot: Slot, request: Request, *, is_clean: bool) -> bool:
     return is_clean and is_begun_by(request.chunks, slot.chunks)
 
 
-class Verdict(enum.Enum):
-    START = "start"
-    WAIT = "wait"  # for a particular slot or reader: others may pass
-    FULL = "full"  # none may pass
+# Whether a request may start; "wait": for a particular slot or reader, so others may pass; "full": none may pass.
+Verdict = Literal["start", "wait", "full"]
 
 
 class Shares:
@@ -240,7 +238,7 @@ class Admission:
 
     def judge(self, request: Request) -> Verdict:
         verdict = self._judge_place(request)
-        return Verdict.WAIT if verdict is Verdict.START and self._waits_for_load(request) else verdict
+        return "wait" if verdict == "start" and self._waits_for_load(request) else verdict
 
     def charge(self, request: Request) -> None:
         """Counts a request that starts in its namespace's share; one that was suspended has been counted."""
@@ -252,20 +250,20 @@ class Admission:
         slots = self._slots
         running = [slot for slot in slots if slot.request is not None]
         if not running:
-            return Verdict.START
+            return "start"
         alone = request.ask.deterministic or any(s.request and s.request.ask.deterministic for s in running)
         if alone or len(running) == len(slots):
-            return Verdict.FULL
+            return "full"
         if request.ask.slot is not None and not slots[request.ask.slot].is_idle:
-            return Verdict.WAIT
+            return "wait"
         prompt = request.items(request.n_items)
         if not self._fits_beside(request, prompt, running):
-            return Verdict.FULL
+            return "full"
         if request.ask.use_cache and self._waits_for_reader(request, prompt, running):
-            return Verdict.WAIT
+            return "wait"
         if request.admitted is None and self._are_enough_read(request, running):
-            return Verdict.WAIT
-        return Verdict.START
+            return "wait"
+        return "start"
 
     def _are_enough_read(self, request: Request, running: list[Slot]) -> bool:
         """Whether a long prompt waits until others are read."""
@@ -385,15 +383,14 @@ class Admission:
         if reader is not None and at < reader.n_prompt and self._takes_cuts:
             slot.add_cut(Cut(at, CutKind.BRANCH))
 
-    def seat(self, request: Request, sources: Sequence[RestoreSource]) -> Slot:
+    def seat(self, request: Request, sources: Sources) -> Slot:
         """The idle slot that a request gets."""
         slots = self._slots
         if request.ask.slot is not None:
             return slots[request.ask.slot]
-        common = {source.seq: source.n_common for source in sources}
         now = time.monotonic()
         seats = [
-            policy.Seat(i, slot.n_fed, common.get(slot.seq, 0), slot.used_at)
+            policy.Seat(i, slot.n_fed, sources.get(slot.seq, 0), slot.used_at)
             for i, slot in enumerate(slots)
             if slot.is_idle
         ]

@@ -31,7 +31,7 @@ from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape
 from everwarm.engine.speculation.lookup import SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
-from everwarm.engine.stats import RequestStats
+from everwarm.engine.stats import EngineStats
 from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.types import Mark, Position, SeqId, TokenCount
@@ -115,10 +115,10 @@ class Speculator:
     drafters: Sequence[SuffixLookup | TreeLookup]
     eog: frozenset[int]
     max_draft: int  # tokens of a reply in one step
+    counts: EngineStats
     computing: ComputingDrafter | None = None
     clock: Callable[[], float] = time.monotonic  # for what steps and drafts cost
     pacing: Pacing = field(default_factory=Pacing)
-    counts: RequestStats = field(default_factory=RequestStats)
     n_rejected: int = 0  # tokens of the last step
 
     @property
