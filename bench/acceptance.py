@@ -26,7 +26,7 @@ from bench.peer import Peer, PeerOptions, llama_server
 from bench.server import post
 from everwarm.config import GREEDY, ModelOptions
 from everwarm.engine.engine import Engine
-from everwarm.engine.lifecycle import intake
+from everwarm.engine.lifecycle import starting
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.speculation.draft_length import Pacing, Record, StepShape
 from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
@@ -139,7 +139,7 @@ def rates_of(rate: float) -> tuple[float, ...]:
 
 
 def imposed_on_cpu() -> None:
-    intake.Sampler = Imposed  # type: ignore[misc,assignment]
+    starting.Sampler = Imposed  # type: ignore[misc,assignment]
     model = hundred_megabytes(mtp=True)
     usual = PeerOptions(model, n_ctx=2048, n_parallel=1, n_threads=1)
     kinds: list[float | None] = [None, *RATES]
@@ -215,7 +215,7 @@ def embedded() -> None:
     rows = []
     usual = PeerOptions(EMBEDDED, n_ctx=2048, n_parallel=1, n_threads=1)
     with ExitStack() as stack:
-        intake.Sampler = Sampler  # type: ignore[misc]
+        starting.Sampler = Sampler  # type: ignore[misc]
         engines = {
             mode: stack.enter_context(
                 Engine(EMBEDDED, EngineSettings(n_slots=1, n_ctx=2048, n_threads=1, speculate=mode))
@@ -235,7 +235,7 @@ def embedded() -> None:
     table(f"everwarm-tiny, {len(QUESTIONS)} stories, one thread", head, rows)
 
 
-Sampler = intake.Sampler
+Sampler = starting.Sampler
 
 
 def _story(engine: Engine) -> tuple[str, str, str]:
@@ -337,7 +337,7 @@ def _share(result: Any) -> str:
 
 def on_gpu(model: Path, program: Path) -> None:
     """Servers take turns, because both have the model on the device; per second of the clock."""
-    intake.Sampler = Imposed  # type: ignore[misc,assignment]
+    starting.Sampler = Imposed  # type: ignore[misc,assignment]
     speeds: dict[tuple[str, float | None], list[tuple[float, float]]] = {}
     for rate in (None, *RATES):
         gpu = {"model": ModelOptions(n_gpu_layers=99), "n_ctx": 16_384, "n_ubatch": 512}

@@ -18,7 +18,7 @@ from bench.speculation import texts
 from everwarm.config import GREEDY
 from everwarm.demo.tiny import TinySpec
 from everwarm.engine.engine import Engine
-from everwarm.engine.lifecycle import intake
+from everwarm.engine.lifecycle import starting
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.speculation import speculator
 from everwarm.llama.batch import Feed
@@ -58,7 +58,7 @@ class Costs:
 
 def run() -> None:
     costs = Costs()
-    intake.Sampler = Imposed  # type: ignore[misc,assignment]
+    starting.Sampler = Imposed  # type: ignore[misc,assignment]
     speculator.time = costs  # type: ignore[assignment]
     Context.decode = lambda context, feeds: costs.decode(context, feeds)  # type: ignore[method-assign,assignment]
     found = {machine: _speeds(costs, multiples) for machine, multiples in MACHINES.items()}

@@ -21,7 +21,7 @@ from bench.measure import hundred_megabytes, table
 from bench.peer import Peer, PeerOptions, llama_server
 from everwarm.config import GREEDY
 from everwarm.engine.engine import Engine
-from everwarm.engine.lifecycle import intake
+from everwarm.engine.lifecycle import starting
 from everwarm.engine.settings import EngineSettings
 from everwarm.llama.system.process import collect_rarely
 
@@ -39,7 +39,7 @@ class Text:
 
 def run() -> None:
     model = hundred_megabytes()
-    intake.Sampler = Imposed  # type: ignore[misc,assignment]
+    starting.Sampler = Imposed  # type: ignore[misc,assignment]
     speeds: dict[tuple[str, str], list[float]] = {}
     shares: dict[str, tuple[int, int]] = {}
     with ExitStack() as stack:

@@ -16,7 +16,7 @@ import msgspec
 
 from everwarm.config import Sampling
 from everwarm.engine.core import Core
-from everwarm.engine.lifecycle import intake
+from everwarm.engine.lifecycle import starting
 from everwarm.llama.model import Model
 from everwarm.llama.sampler import Sampler
 
@@ -56,7 +56,7 @@ def install(_core: Core) -> None:
         def _next(self) -> int:
             return self._left.pop(0) if len(self._left) > 1 else self._left[0]
 
-    intake.Sampler = Scripted  # type: ignore[misc]
+    starting.Sampler = Scripted  # type: ignore[misc]
 
 
 def line_for(script: Sequence[Line], prompt: str) -> str:
