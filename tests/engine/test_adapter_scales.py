@@ -36,7 +36,7 @@ def first_row(core: Core, **more: object) -> np.ndarray:
     rows: list[np.ndarray] = []
     while core.has_work:
         core.step()
-        rows += [end.logits.copy() for end in core.keeper.ends]
+        rows += [logits.copy() for _, logits in core.keeper.ends.values()]
         core.keep_ends()
         check(core)
     assert request.n_reply == 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,14 +22,6 @@ from everwarm.state.returns import Returns
 log = logging.getLogger("everwarm.engine")
 
 
-class PromptEnd(NamedTuple):
-    """Where a prompt ended in a slot, with the logits after it."""
-
-    slot: Slot
-    n_fed: int
-    logits: np.ndarray
-
-
 @dataclass(slots=True)
 class Keeper:
     checkpointer: Checkpointer
@@ -39,7 +30,8 @@ class Keeper:
     prewarm: PrewarmQueue
     counts: EngineStats
     finish_prefill_s: float  # so long a prompt whose client went away may wait to be read on; 0: it is not
-    ends: list[PromptEnd] = field(default_factory=list)  # of prompts, reached in the last step and not kept yet
+    # prompts that ended in the last step and are not kept yet: how long each is, and the logits after it
+    ends: dict[Slot, tuple[int, np.ndarray]] = field(default_factory=dict)
 
     # while it runs
 
@@ -60,12 +52,12 @@ class Keeper:
             self.take(slot, kind)
 
     def note_prompt_end(self, slot: Slot, logits: np.ndarray) -> None:
-        self.ends.append(PromptEnd(slot, slot.n_fed, logits))
+        self.ends[slot] = slot.n_fed, logits
 
     def keep_prompt_ends(self) -> None:
         """Parks the ends of prompts that the last step reached, after their first tokens have left."""
         while self.ends:
-            slot, n_fed, logits = self.ends.pop()
+            slot, (n_fed, logits) = self.ends.popitem()
             if slot.n_fed == n_fed:  # else it was lost in the same step
                 self.checkpointer.take(slot, CutKind.END, logits=logits)  # parks or does nothing
 

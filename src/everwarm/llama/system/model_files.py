@@ -16,7 +16,6 @@ change was proved harmless.
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import blake3
 
@@ -145,10 +144,7 @@ class FileMark(NamedTuple):
 Marks = tuple[FileMark, ...]
 
 
-class _Verdict(enum.Enum):
-    RIGHT = enum.auto()
-    DOUBTED = enum.auto()
-    CHANGED = enum.auto()
+_Verdict = Literal["right", "doubted", "changed"]
 
 
 class FileWatch(Closing):
@@ -172,7 +168,7 @@ class FileWatch(Closing):
         self._n_links = [stat.st_nlink for stat in stats]
         self._identities = self._identify(stats)
         self._digests: list[str] | None = None
-        self._verdict = _Verdict.RIGHT
+        self._verdict: _Verdict = "right"
         self._used_in_doubt = False
         self._is_decided = threading.Event()
         self.reason = ""  # of a change
@@ -214,19 +210,19 @@ class FileWatch(Closing):
         """The marks seen last, for a computation that starts now. Its result is right if ``look`` returns the same
         afterwards: one look per step is enough."""
         with self._lock:
-            self._used_in_doubt |= self._verdict is _Verdict.DOUBTED
+            self._used_in_doubt |= self._verdict == "doubted"
             return self._seen
 
     @property
     def is_changed(self) -> bool:
         """As of the last look."""
-        return self._verdict is _Verdict.CHANGED
+        return self._verdict == "changed"
 
     @property
     def may_be_used(self) -> bool:
         """While it is unknown whether they changed: true only if sizes and modification times are the same."""
-        if self._verdict is not _Verdict.DOUBTED:
-            return self._verdict is _Verdict.RIGHT
+        if self._verdict != "doubted":
+            return self._verdict == "right"
         pairs = zip(self._seen, self._right, strict=True)
         return all((a.size, a.written_ns) == (b.size, b.written_ns) for a, b in pairs)
 
@@ -235,12 +231,12 @@ class FileWatch(Closing):
         while True:
             with self._lock:
                 self._look()
-                if self._verdict is not _Verdict.DOUBTED:
-                    return self._verdict is _Verdict.RIGHT
+                if self._verdict != "doubted":
+                    return self._verdict == "right"
             self._is_decided.wait()
 
     def wait_decided(self, seconds: float) -> None:
-        if self._verdict is _Verdict.DOUBTED:
+        if self._verdict == "doubted":
             self._is_decided.wait(seconds)
 
     def wait_still(self, seconds: float) -> None:
@@ -269,7 +265,7 @@ class FileWatch(Closing):
 
     def _look(self) -> Marks:
         found = _marks(self._stats()) if self._fds else self._seen  # closed: nothing is computed any more
-        if found != self._seen and self._verdict is not _Verdict.CHANGED:
+        if found != self._seen and self._verdict != "changed":
             self._doubt(found)
         return found
 
@@ -283,11 +279,11 @@ class FileWatch(Closing):
         self._seen = found
         names = ", ".join(p.name for p, a, b in zip(self.paths, found, self._right, strict=True) if a != b)
         if any(a.size != b.size for a, b in zip(found, self._right, strict=True)):
-            return self._decide(_Verdict.CHANGED, f"{names} was changed while it was in use: it has another size")
+            return self._decide("changed", f"{names} was changed while it was in use: it has another size")
         if self._used_in_doubt:
-            return self._decide(_Verdict.CHANGED, f"{names} was changed more than once while it was in use")
-        if self._verdict is _Verdict.RIGHT:
-            self._verdict = _Verdict.DOUBTED
+            return self._decide("changed", f"{names} was changed more than once while it was in use")
+        if self._verdict == "right":
+            self._verdict = "doubted"
             self._is_decided.clear()
             log.warning("%s was touched: nothing is kept until it is known whether it changed", names)
             threading.Thread(target=self._examine, name="everwarm-files", daemon=True).start()
@@ -328,7 +324,7 @@ class FileWatch(Closing):
             n_links = [stat.st_nlink for stat in stats]
             changed = [i for i, (a, b) in enumerate(zip(now, self._right, strict=False)) if a != b]
             is_written = any(now[i][:4] != self._right[i][:4] for i in changed)
-            if is_written or any(n_links[i] == self._n_links[i] for i in changed) or self._verdict is _Verdict.CHANGED:
+            if is_written or any(n_links[i] == self._n_links[i] for i in changed) or self._verdict == "changed":
                 return False
             self._seen = self._right = now
             self._n_links, self._identities = n_links, self._identify(stats)
@@ -336,7 +332,7 @@ class FileWatch(Closing):
         with self._lock:
             is_same = self._look() == now and not self.is_changed
             if is_same:
-                self._decide(_Verdict.RIGHT)
+                self._decide("right")
             return is_same
 
     def _known_digests(self) -> list[str] | None:
@@ -354,22 +350,22 @@ class FileWatch(Closing):
             self._give_up("was changed while it was in use")
             return True
         with self._lock:
-            if self._look() != target or self._verdict is _Verdict.CHANGED:
-                return self._verdict is _Verdict.CHANGED
+            if self._look() != target or self._verdict == "changed":
+                return self._verdict == "changed"
             self._right, self._identities, self._digests = target, self._identify(tuple(map(os.fstat, fds))), before
         for identity, digest in zip(self._identities, before, strict=True):
             remember(identity, digest)
         self._on_same()
         with self._lock:
-            if self._verdict is _Verdict.DOUBTED and self._look() == target:
+            if self._verdict == "doubted" and self._look() == target:
                 log.warning("%s is unchanged", ", ".join(path.name for path in self.paths))
-                self._decide(_Verdict.RIGHT)
-            return self._verdict is not _Verdict.DOUBTED
+                self._decide("right")
+            return self._verdict != "doubted"
 
     def _give_up(self, what: str) -> None:
         with self._lock:
-            if self._verdict is not _Verdict.CHANGED:
-                self._decide(_Verdict.CHANGED, f"{', '.join(path.name for path in self.paths)} {what}")
+            if self._verdict != "changed":
+                self._decide("changed", f"{', '.join(path.name for path in self.paths)} {what}")
 
     def close(self) -> None:
         fds = self._fds
