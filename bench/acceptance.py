@@ -29,7 +29,8 @@ from everwarm.engine.engine import Engine
 from everwarm.engine.lifecycle import starting
 from everwarm.engine.settings import EngineSettings, StoreSettings
 from everwarm.engine.speculation.draft_length import Pacing, Record, StepShape
-from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
+from everwarm.engine.speculation.model_drafter import ComputingDrafter
+from everwarm.llama.batch import DraftRequest
 from everwarm.types import SeqId
 
 RATES = (0.0, 0.5, 0.7, 0.9)  # 0: a text that cannot be predicted
@@ -56,14 +57,14 @@ class ImposedHead:
         self.source, self.confidence, self.n_most = head.source, rate, head.n_most
         self.n_prompt = 0
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[DraftRequest]) -> None:
         self._head.read(wanted)
 
-    def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> dict[SeqId, list[int]]:
         found = self._head.draft(wanted)
         return {each.seq: self._right(each) for each in wanted if each.seq in found}
 
-    def _right(self, wanted: Wanted) -> list[int]:
+    def _right(self, wanted: DraftRequest) -> list[int]:
         at = len(wanted.history) - self.n_prompt
         tokens = Imposed.reply[at : at + wanted.n]
         return [token if self._rng.random() < self._rate else (token + 1) % 200 for token in tokens]

@@ -8,7 +8,7 @@ import pytest
 from everwarm.config import ContextOptions
 from everwarm.demo.tiny.plans import WITH_HEADS
 from everwarm.errors import StateRejected
-from everwarm.llama.batch import Feed
+from everwarm.llama.batch import DraftRequest, Feed
 from everwarm.llama.blobs import split, tail_bytes, trunk
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
@@ -47,7 +47,7 @@ def mark(n: int) -> Mark:
 
 def guesses(context: Context, seq: SeqId, n: int = 3) -> list[int]:
     token = np.array([int(context.logits(0).argmax())], np.int32)
-    found = context.draft([(seq, token, n)])[seq]
+    found = context.draft([DraftRequest(seq, token, len(token), n)])[seq]
     context.check()
     return found
 
@@ -70,8 +70,9 @@ def test_sequences_guess_together_as_each_alone(context):
     for seq, tokens in ((A, story), (B, other)):
         read(context, seq, tokens)
         last[seq] = np.array([int(context.logits(0).argmax())], np.int32)
-        alone[seq] = context.draft([(seq, last[seq], 3)])[seq]
-    assert context.draft([(A, last[A], 3), (B, last[B], 2)]) == {A: alone[A], B: alone[B][:2]}
+        alone[seq] = context.draft([DraftRequest(seq, last[seq], len(last[seq]), 3)])[seq]
+    both = [DraftRequest(A, last[A], len(last[A]), 3), DraftRequest(B, last[B], len(last[B]), 2)]
+    assert context.draft(both) == {A: alone[A], B: alone[B][:2]}
 
 
 @of_all_heads
@@ -82,10 +83,10 @@ def test_a_second_name_and_a_shared_beginning_know_the_same(context):
     token = np.array([int(logits.argmax())], np.int32)
     context.park(A, B)
     context.drop(A)
-    assert context.draft([(B, token, 3)])[B] == expected
+    assert context.draft([DraftRequest(B, token, len(token), 3)])[B] == expected
     context.unpark(B, A)
-    assert context.draft([(A, token, 3)])[A] == expected
-    assert context.draft([(C, token, 3)])[C] != expected  # the control: an empty sequence
+    assert context.draft([DraftRequest(A, token, len(token), 3)])[A] == expected
+    assert context.draft([DraftRequest(C, token, len(token), 3)])[C] != expected  # the control: an empty sequence
 
 
 def test_kept_parts_are_cut_and_joined_to_the_bytes_of_one_capture(context):
@@ -110,7 +111,7 @@ def test_a_restored_sequence_guesses_as_before(state_type):
         read(context, A, tokens, 10)
         end = context.end(A)
         token = np.array([int(context.logits(0).argmax())], np.int32)
-        expected = context.draft([(A, token, 3)])[A]
+        expected = context.draft([DraftRequest(A, token, len(token), 3)])[A]
         segment, state = context.capture_segment(A, START, end), context.capture_packed(A)
         for tail in (True, False):
             context.drop(B)
@@ -119,7 +120,7 @@ def test_a_restored_sequence_guesses_as_before(state_type):
             context.restore(B, kept[1], end, clean=True)
             context.check()
             assert (context.head._tracks[B].start == 0) is tail
-            assert not tail or context.draft([(B, token, 3)])[B] == expected
+            assert not tail or context.draft([DraftRequest(B, token, len(token), 3)])[B] == expected
 
 
 def test_a_damaged_part_costs_only_guesses(context):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions
-from everwarm.llama.batch import Feed
+from everwarm.llama.batch import DraftRequest, Feed
 from everwarm.llama.context import Context
 from everwarm.llama.model import Model
 from everwarm.types import START, SeqId
@@ -54,6 +54,6 @@ def test_a_head_forgets_what_it_was_warmed_up_with():
                     context.warm_up()
                 logits_of(context, 60)
                 token = np.array([int(context.logits(0).argmax())], np.int32)
-                found.append(context.draft([(B, token, 3)])[B])
+                found.append(context.draft([DraftRequest(B, token, len(token), 3)])[B])
                 context.check()
     assert found[0] == found[1]

@@ -1,4 +1,5 @@
-"""What one decode gets: the tokens to append to each sequence, and the arrays in which libllama reads them."""
+"""What one decode gets: the tokens to append to each sequence, and the arrays in which libllama reads them; and what is
+to be guessed after them."""
 
 from __future__ import annotations
 
@@ -29,6 +30,20 @@ class Feed(NamedTuple):
     def n_rows(self) -> int:
         """Rows of logits."""
         return self.n_draft + 1 if self.wants_logits else 0
+
+
+class DraftRequest(NamedTuple):
+    """``n`` tokens are to be guessed after a history, of which the model has not read the last ``n_due`` yet; the last of
+    them was just picked."""
+
+    seq: SeqId
+    history: Tokens
+    n_due: int
+    n: int
+
+    @property
+    def due(self) -> Tokens:
+        return self.history[len(self.history) - self.n_due :]
 
 
 class BatchArrays:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from everwarm.config import ContextOptions, RopeOptions
 from everwarm.errors import ContextFull, ContextTooBig, DecodeFailed, StateRejected, TrimRefused, WeightsTouched
 from everwarm.llama import abi
-from everwarm.llama.batch import BatchArrays, Feed, Tokens
+from everwarm.llama.batch import BatchArrays, DraftRequest, Feed
 from everwarm.llama.blobs import (
     HEADER_BYTES,
     Copying,
@@ -45,7 +45,7 @@ from everwarm.llama.cells import Cells
 from everwarm.llama.lib import Closing
 from everwarm.llama.media.media_model import Embedding, MediaModel, decode_image
 from everwarm.llama.model import MemoryKind, Model
-from everwarm.llama.mtp_head import Due, Head
+from everwarm.llama.mtp_head import Head
 from everwarm.types import START, Blob, Mark, Place, Position, SeqId, TokenCount, heap
 
 log = logging.getLogger("everwarm.llama")
@@ -141,16 +141,16 @@ class Context(Closing):
         seq = SeqId(0)
         for n_draft in (0, 0, self.n_snapshots, self.n_snapshots):
             tokens = np.zeros(1 + n_draft, np.int32)
-            self.draft([(seq, tokens[:1], max(1, n_draft))])
+            self.draft([DraftRequest(seq, tokens[:1], 1, max(1, n_draft))])
             self.decode([Feed(seq, tokens, self._end[seq], True, n_draft)])
             self.logits(0)
         self.clear()
 
-    def draft(self, wanted: Sequence[tuple[SeqId, Tokens, int]]) -> dict[SeqId, list[int]]:
-        """What the model's head expects: for a sequence and the tokens that are due in it, so many tokens after them."""
+    def draft(self, wanted: Sequence[DraftRequest]) -> dict[SeqId, list[int]]:
+        """What the model's head expects."""
         if self.head is None:
             return {}
-        return self.head.draft([Due(seq, tokens, self._end[seq].pos, n) for seq, tokens, n in wanted])
+        return self.head.draft(wanted, {each.seq: self._end[each.seq].pos for each in wanted})
 
     def take_back_draft(self, seq: SeqId, pos: int) -> None:
         """The tokens from this position on were not accepted: the head forgets them."""

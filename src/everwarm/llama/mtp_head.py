@@ -8,7 +8,7 @@ fails here costs only guesses, so nothing is raised: the head forgets the sequen
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from everwarm.errors import StateRejected
 from everwarm.llama import abi
-from everwarm.llama.batch import BatchArrays, Feed, Tokens
+from everwarm.llama.batch import BatchArrays, DraftRequest, Feed, Tokens
 from everwarm.llama.blobs import HEADER_BYTES, describes_cells, first_position
 from everwarm.llama.lib import Closing, Lib
 from everwarm.types import Blob, SeqId
@@ -28,16 +28,6 @@ MOST_UNWANTED = (
     1024  # decodes in a row: for each change libllama measures its graphs anew, which takes many steps' time
 )
 MOST_WAITING = 32  # tokens of a sequence that the head has not read
-
-
-class Due(NamedTuple):
-    """``tokens`` come next in a sequence that the model has read up to ``end``; the last of them was just picked. So many
-    tokens after it are to be guessed."""
-
-    seq: SeqId
-    tokens: Tokens
-    end: int
-    n: int
 
 
 class _Part(NamedTuple):
@@ -222,58 +212,60 @@ class Head(Closing):
 
     # guessing
 
-    def draft(self, wanted: Sequence[Due]) -> dict[SeqId, list[int]]:
-        """The most likely tokens after what is due, for all sequences together. Nothing of it stays in the head."""
-        going = self._fitting([due for due in wanted if self._knows(due)])
-        parts = [self._first(due) for due in going]
+    def draft(self, wanted: Sequence[DraftRequest], ends: Mapping[SeqId, int]) -> dict[SeqId, list[int]]:
+        """The most likely tokens after what is due, for all sequences together. Nothing of it stays in the head. ``ends``:
+        the positions up to which the model has read each sequence."""
+        going = self._fitting([each for each in wanted if self._knows(each, ends[each.seq])])
+        parts = [self._first(each) for each in going]
         if not parts or not self._decode(parts):
             self._begin_anew(parts)
             return {}
-        found: dict[SeqId, list[int]] = {due.seq: [] for due in going}
-        drafted = list(going)
+        found: dict[SeqId, list[int]] = {each.seq: [] for each in going}
         while parts:
             parts = self._guess(parts, going, found)
-            going = [due for due in going if len(found[due.seq]) < due.n]
+            going = [each for each in going if len(found[each.seq]) < each.n]
             if parts and not self._decode(parts):
                 break
-        for due in drafted:
-            self._take_back(due)
+        for seq in found:
+            self._take_back(seq, ends[seq])
         return found
 
-    def _fitting(self, wanted: list[Due]) -> list[Due]:
+    def _fitting(self, wanted: list[DraftRequest]) -> list[DraftRequest]:
         """As many as one batch takes."""
-        sizes = np.cumsum([len(self._tracks[due.seq].tokens) + 1 for due in wanted])
+        sizes = np.cumsum([len(self._tracks[each.seq].tokens) + 1 for each in wanted])
         return wanted[: int(np.searchsorted(sizes, self._n_batch, "right"))]
 
-    def _guess(self, parts: Sequence[_Part], going: Sequence[Due], found: dict[SeqId, list[int]]) -> list[_Part]:
+    def _guess(
+        self, parts: Sequence[_Part], going: Sequence[DraftRequest], found: dict[SeqId, list[int]]
+    ) -> list[_Part]:
         """Takes a token of each sequence from the last decode; returns what continues from it."""
         following, row = [], -1
-        for part, due in zip(parts, going, strict=True):
+        for part, each in zip(parts, going, strict=True):
             row += len(part.tokens)
             guess = int(_floats(self._lib.get_logits_ith(self._ptr, row), (self._n_vocab,)).argmax())
-            found[due.seq].append(guess)
-            if len(found[due.seq]) < due.n:
+            found[each.seq].append(guess)
+            if len(found[each.seq]) < each.n:
                 after = _floats(self._lib.get_embeddings_nextn_ith(self._ptr, row), (1, self._width)).copy()
-                following.append(_Part(due.seq, part.pos + len(part.tokens), np.array([guess], np.int32), after, True))
+                following.append(_Part(each.seq, part.pos + len(part.tokens), np.array([guess], np.int32), after, True))
         return following
 
-    def _knows(self, due: Due) -> bool:
+    def _knows(self, wanted: DraftRequest, end: int) -> bool:
         """Whether what waits is what is due, up to the token that was picked just now."""
-        track = self._tracks[due.seq]
-        n_again = len(due.tokens) - 1
-        if track.known != due.end + n_again or track.end > due.end:
+        track = self._tracks[wanted.seq]
+        n_again = wanted.n_due - 1
+        if track.known != end + n_again or track.end > end:
             return False
-        return bool(np.array_equal(track.tokens[len(track.tokens) - n_again :], due.tokens[:-1]))
+        return bool(np.array_equal(track.tokens[len(track.tokens) - n_again :], wanted.due[:-1]))
 
-    def _first(self, due: Due) -> _Part:
-        track = self._tracks[due.seq]
-        return _Part(due.seq, track.end, np.append(track.tokens, due.tokens[-1]), track.rows, True)
+    def _first(self, wanted: DraftRequest) -> _Part:
+        track = self._tracks[wanted.seq]
+        return _Part(wanted.seq, track.end, np.append(track.tokens, wanted.history[-1]), track.rows, True)
 
-    def _take_back(self, due: Due) -> None:
+    def _take_back(self, seq: SeqId, end: int) -> None:
         """Only what the model has read stays."""
-        track = self._tracks[due.seq]
-        self._lib.memory_seq_rm(self._mem, due.seq, due.end, -1)
-        self._tracks[due.seq] = passed(track, due.end - track.end)
+        track = self._tracks[seq]
+        self._lib.memory_seq_rm(self._mem, seq, end, -1)
+        self._tracks[seq] = passed(track, end - track.end)
 
     # sequences, with those of the model
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from everwarm.config import ContextOptions, ModelOptions
-from everwarm.engine.speculation.model_drafter import REST, ModelDrafter, Wanted
+from everwarm.engine.speculation.model_drafter import REST, ModelDrafter
 from everwarm.errors import BadRequest, DecodeFailed, ModelFileError
+from everwarm.llama.batch import DraftRequest
 from everwarm.llama.model import Model
 from everwarm.types import SeqId
 from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
@@ -87,7 +88,7 @@ class Watched:
         wanted = []
         for name, n in lengths.items():
             seq = SeqId(int(name[1:]))
-            wanted.append(Wanted(seq, np.array(self.texts[seq][:n], np.int32), 1, N_DRAFT))
+            wanted.append(DraftRequest(seq, np.array(self.texts[seq][:n], np.int32), 1, N_DRAFT))
         self.batches.clear()
         self.drafter.read(wanted)
         read = list(self.batches)

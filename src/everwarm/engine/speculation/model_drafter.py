@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
 from everwarm.config import ContextOptions
 from everwarm.errors import ContextFull, MemoryFault, ModelFileError
-from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.batch import DraftRequest, Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.llama.lib import Closing
 from everwarm.llama.model import Model
@@ -27,15 +26,6 @@ from everwarm.types import Mark, Position, SeqId, TokenCount
 
 MOST_MORE = 128  # tokens that only one of two vocabularies has, at its end: padding
 REST = 64  # steps that a text which did not fit is left unread; one that was not asked for so long may be dropped
-
-
-class Wanted(NamedTuple):
-    """``n`` tokens after a history, of which the model has not read the last ``n_due`` yet."""
-
-    seq: SeqId
-    history: Tokens
-    n_due: int
-    n: int
 
 
 class HeadDrafter:
@@ -48,12 +38,12 @@ class HeadDrafter:
     def __init__(self, context: Context) -> None:
         self._context = context
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[DraftRequest]) -> None:
         """The head reads with the model."""
 
-    def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> dict[SeqId, list[int]]:
         """Tokens for each sequence that something is known of."""
-        return self._context.draft([(seq, history[len(history) - n_due :], n) for seq, history, n_due, n in wanted])
+        return self._context.draft(wanted)
 
     def forget(self) -> None:
         """Its cells are dropped with the model's."""
@@ -80,7 +70,7 @@ class ModelDrafter(Closing):
         self._wanted_at: dict[SeqId, int] = {}  # the last read that asked for it
         self._rests_until: dict[SeqId, int] = {}  # the first read that may try it again
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[DraftRequest]) -> None:
         """Brings its sequences towards the token before the last one, by one batch in all: what misses least comes
         first, and nothing is drafted for the others yet. That is no part of what a draft costs."""
         self._n_reads += 1
@@ -92,7 +82,7 @@ class ModelDrafter(Closing):
             except MemoryFault:
                 self._rest(each.seq)
 
-    def _follow(self, wanted: Wanted) -> bool:
+    def _follow(self, wanted: DraftRequest) -> bool:
         """Cuts what was read to what the text begins with; returns whether more of it may be read."""
         seq = wanted.seq
         if not self._can_read(wanted):
@@ -105,10 +95,10 @@ class ModelDrafter(Closing):
                 self._cut(seq, n)
         return self._n_reads >= self._rests_until.get(seq, 0)
 
-    def _n_missing(self, wanted: Wanted) -> int:
+    def _n_missing(self, wanted: DraftRequest) -> int:
         return len(wanted.history) - 1 - len(self._read.get(wanted.seq, ()))
 
-    def _read_on(self, wanted: Wanted, n_most: int, n_drafted: int) -> int:
+    def _read_on(self, wanted: DraftRequest, n_most: int, n_drafted: int) -> int:
         """Reads at most so many tokens, if the whole text has room beside the drafts of a step; returns how many."""
         seq, n_missing = wanted.seq, self._n_missing(wanted)
         self._make_room(n_missing + n_drafted)
@@ -134,7 +124,7 @@ class ModelDrafter(Closing):
         self._drop(seq)
         self._rests_until[seq] = self._n_reads + REST
 
-    def _can_read(self, wanted: Wanted) -> bool:
+    def _can_read(self, wanted: DraftRequest) -> bool:
         text = wanted.history
         is_known = bool((text >= 0).all()) and int(text.max(initial=0)) < self._n_vocab  # an image is no token
         return is_known and len(text) + wanted.n < self._context.n_ctx
@@ -153,7 +143,7 @@ class ModelDrafter(Closing):
         self._context.drop(seq)
         self._read.pop(seq, None)
 
-    def draft(self, wanted: Sequence[Wanted]) -> dict[SeqId, list[int]]:
+    def draft(self, wanted: Sequence[DraftRequest]) -> dict[SeqId, list[int]]:
         """Tokens for each sequence that is read."""
         going = [each for each in wanted if self._is_ready(each)]
         seqs = {each.seq: self._place(each.seq) for each in going}
@@ -174,7 +164,7 @@ class ModelDrafter(Closing):
             self._take_back(seq, place)
         return {seq: tokens for seq, tokens in found.items() if tokens}
 
-    def _is_ready(self, wanted: Wanted) -> bool:
+    def _is_ready(self, wanted: DraftRequest) -> bool:
         known = self._read.get(wanted.seq)
         return known is not None and len(known) == len(wanted.history) - 1
 

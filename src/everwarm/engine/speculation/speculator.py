@@ -30,9 +30,9 @@ from everwarm.engine.scheduling.scheduler import Grant
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape
 from everwarm.engine.speculation.lookup import SuffixLookup, TreeLookup
-from everwarm.engine.speculation.model_drafter import ComputingDrafter, Wanted
+from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.engine.stats import EngineStats
-from everwarm.llama.batch import Feed, Tokens
+from everwarm.llama.batch import DraftRequest, Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.types import Mark, Position, SeqId, TokenCount
 
@@ -196,7 +196,9 @@ class Speculator:
         computing = self.computing
         if computing is None or not choices:
             return {}
-        wanted = [Wanted(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices]
+        wanted = [
+            DraftRequest(c.slot.seq, c.request.tokens(0, c.request.n_items), c.grant.n_tokens, c.n) for c in choices
+        ]
         computing.read(wanted)
         began = self.clock()
         drafted = computing.draft(wanted)
