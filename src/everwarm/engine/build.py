@@ -191,8 +191,7 @@ def _cache(
     kv_bytes = sizes.shape.kv_bytes_per_token
     state_bytes = sizes.shape.state_bytes
     returns = Returns(tree)
-    share = settings.namespace_share
-    budget = RamBudget(sizes.ram_bytes, share, tree, context.kind, residents, returns, speed, stats)
+    budget = RamBudget(sizes.ram_bytes, settings.namespace_share, tree, context.kind, residents, returns, speed, stats)
     most = most_joined(sizes.ram_bytes, kv_bytes)
     writer = RamWriter(context, tree, residents, budget, most, kv_bytes, state_bytes)
     checkpointer = Checkpointer(context, tree, residents.spares, sizes.spacing, writer, budget, stats, state_bytes)
@@ -200,8 +199,7 @@ def _cache(
     tiers = _tiers(opened, speed)
     tier_writer = _tier_writer(opened, tiers, returns, writer, speed)
     tier_writer.note_adopted()
-    policy = _restore_policy(settings)
-    loader = Loader(tiers, context, tree, checkpointer, ram, speed, policy, most, tier_writer.stores)
+    loader = Loader(tiers, context, tree, checkpointer, ram, speed, _restore_policy(settings), most, tier_writer.stores)
     budget.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
     room = DeviceRoom(
         context,

@@ -305,7 +305,7 @@ class Context(Closing):
             self._empty(next(iter(self._leaving)))
 
     def finish_drops(self) -> None:
-        while self._leaving:
+        while self.n_to_empty:
             self.finish_drop()
 
     def _empty(self, seq: SeqId) -> None:
