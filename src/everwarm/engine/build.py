@@ -38,7 +38,7 @@ from everwarm.engine.stats import FIRST_GUESS_S, EngineStats, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
 from everwarm.engine.tiers.pins import TimedPins
-from everwarm.engine.tiers.ram import Pinning, Ram, why_not
+from everwarm.engine.tiers.ram import Pinning, Ram, why_not_pinned
 from everwarm.engine.tiers.tier_writer import TierWriter
 from everwarm.errors import EverwarmError, ModelFileError
 from everwarm.llama.context import Context
@@ -415,7 +415,7 @@ def _open_memory(model: Model, settings: EngineSettings, sizes: Sizes, fd: int) 
 def _pinning(arena: Arena, settings: EngineSettings, *, on_gpu: bool, at_once: bool = False) -> Pinning | None:
     """Only memory that a GPU copies from gains by pinning; elsewhere nothing is reported either."""
     free = host_free_bytes() + arena.n_used  # what is found in it needs no more memory
-    reason = why_not(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=arena.budget_bytes, free_bytes=free)
+    reason = why_not_pinned(settings.pin_ram, is_on_gpu=on_gpu, n_bytes=arena.budget_bytes, free_bytes=free)
     if reason is None:
         return Pinning(arena, loaded_runtime, at_once=at_once or settings.pin_ram == "on")
     if on_gpu or settings.pin_ram == "on":

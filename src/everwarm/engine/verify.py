@@ -109,6 +109,9 @@ def _unsigned_zeroes(blob: Blob) -> Blob:
     return words.view(np.uint8)
 
 
+# checkpoints of a running core
+
+
 @dataclass(frozen=True, slots=True)
 class ExactReport:
     n_compared: int
@@ -153,6 +156,9 @@ def _is_reproduced(
         return is_same_state(cold, checkpoint.state)
     finally:
         context.drop(SeqId(0))
+
+
+# states on disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ _RANDOM_SEED = 0xFFFFFFFF  # libllama's word for "pick one yourself": never pass
 
 
 class ThinkingLimit:
+    """How long one reply may think: after so many tokens the end of the thinking is written for the model."""
+
     def __init__(self, vocab: Vocab, budget: ThinkingBudget) -> None:
         self._vocab = vocab
         self._budget = budget

@@ -12,7 +12,7 @@ import pytest
 from everwarm.engine import build as assembly
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.tiers import ram as module
-from everwarm.engine.tiers.ram import Pinning, why_not
+from everwarm.engine.tiers.ram import Pinning, why_not_pinned
 from everwarm.errors import BadRequest
 from everwarm.llama.system.pinned_memory import Runtime
 from everwarm.state.store.arena import Arena
@@ -38,7 +38,7 @@ FACTS = {"is_on_gpu": True, "n_bytes": 8 * MIB, "free_bytes": 16 * MIB}
     ],
 )
 def test_what_is_pinned(wanted, facts, reason):
-    found = why_not(wanted, **(FACTS | facts))
+    found = why_not_pinned(wanted, **(FACTS | facts))
     assert (found is None) if reason is None else (reason in (found or ""))
 
 

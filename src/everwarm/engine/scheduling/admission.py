@@ -34,7 +34,7 @@ from everwarm.state.returns import Returns
 from everwarm.state.tree import Tree
 
 TURN_S = 3.0  # how long one side runs on while the other waits
-SEAT_EVERY = 256  # tokens of a reply
+SEAT_EVERY = 256  # tokens of a deterministic reply, after which its window is seated anew
 RETURN_STEPS = 32  # that all can take once a suspended request has come back
 MAX_READING = 2  # long prompts that are read at a time: more only take slots and cells from others
 LONG_TOKENS = 512  # to be read; a shorter prompt never waits for long ones
@@ -45,6 +45,8 @@ USUAL_REPLY = 256  # tokens
 
 
 class RequestQueue:
+    """The requests that wait to start or to continue, and the numbers of those that were admitted."""
+
     def __init__(self) -> None:
         self._waiting: collections.deque[Request] = collections.deque()
         self._n_admitted = 0  # requests, each once

@@ -41,6 +41,8 @@ MIN_OTHERS = 4  # other conversations say less of this one than its own text doe
 
 
 class SuffixLookup:
+    """In the reply's own text."""
+
     def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:  # noqa: ARG002 - its own text is its own
         tokens = history[-WINDOW:]
         found = longest_match(tokens[:-1], tokens)
@@ -145,6 +147,8 @@ class DiskTexts:
 
 
 class TreeLookup:
+    """In what the prefix tree has of a namespace, or where that has nothing, the disk."""
+
     def __init__(self, tree: Tree, on_disk: DiskTexts) -> None:
         self._tree = tree
         self._on_disk = on_disk

@@ -40,6 +40,8 @@ MAX_AGAIN = 16  # accepted tokens that are decoded again; then a step without a 
 
 
 class Rollback:
+    """Takes back what a step decoded in vain."""
+
     def __init__(self, context: Context, seqs: Sequence[SeqId]) -> None:
         """``seqs``: to hold states; a model with attention alone needs none."""
         self._context = context

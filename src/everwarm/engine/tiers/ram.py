@@ -50,7 +50,7 @@ LARGE_BYTES = 4 << 20  # all cores take the digest of so much together, where a 
 PIN = "pin"
 
 
-def why_not(wanted: PinRam, *, is_on_gpu: bool, n_bytes: int, free_bytes: int) -> str | None:
+def why_not_pinned(wanted: PinRam, *, is_on_gpu: bool, n_bytes: int, free_bytes: int) -> str | None:
     """None: it may be pinned. ``on`` pins however little memory is free."""
     if wanted == "off":
         return "--pin-ram is off"
