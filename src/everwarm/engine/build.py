@@ -201,17 +201,9 @@ def _cache(
     tier_writer.note_adopted()
     loader = Loader(tiers, context, tree, checkpointer, ram, speed, _restore_policy(settings), most, tier_writer.stores)
     budget.bind(partial(tier_writer.save_leaving, residents.slots), loader.load_s)
+    idle = settings.idle_cells
     room = DeviceRoom(
-        context,
-        residents,
-        checkpointer,
-        writer,
-        budget,
-        returns,
-        speed,
-        loader.disk_s,
-        tier_writer,
-        settings.idle_cells,
+        context, residents, checkpointer, writer, budget, returns, speed, loader.disk_s, tier_writer, idle
     )
     return PrefixCache(
         tree=tree,

@@ -218,7 +218,8 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.cache.save_piece() or self.begin_prewarm() or self.cache.join_piece()
+        done = self.context.n_to_empty > 0 or self.cache.save_piece() or self.begin_prewarm() or self.cache.join_piece()
+        self.context.finish_drop()
         if not done or self.is_status_old:
             self._publish_status()  # before the loop waits for a job
         return done
