@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ class Run:
     llama_server: Path
     folder: Path
     book: Book
+    most: int  # repeats of anything
 
     def ours(self, *more: str, slots: int = N_SLOTS) -> Any:
         flags = ("--cache-ram", f"{CACHE_GIB}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
@@ -262,15 +264,23 @@ def side_by_side(run: Run) -> None:
         )  # fmt: skip
         for scenario, repeats in plan:
             for server in servers:
-                _try(lambda s=server, f=scenario, n=repeats: f(run.book, s, n))  # type: ignore[misc]
+                _try(partial(scenario, run.book, server, min(repeats, run.most)))
         _note_log(run, "everwarm log", servers[1])
+
+
+def turns(run: Run) -> None:
+    """What a person waits for: the same prompt, the next turn, another conversation. RAM has room."""
+    for start in (run.theirs, run.ours):
+        with start() as server:
+            for scenario, repeats in ((identical, 3), (next_turn, 7), (short_turn, 5), (switch, 5)):
+                _try(partial(scenario, run.book, server, min(repeats, run.most)))
 
 
 def one_slot(run: Run) -> None:
     """Both must bring the other conversation back from RAM."""
     with ExitStack() as stack:
         for server in (stack.enter_context(run.theirs(1)), stack.enter_context(run.ours(slots=1))):
-            _try(lambda s=server: switch(run.book, s, 5, "switch with one slot"))  # type: ignore[misc]
+            _try(partial(switch, run.book, server, min(5, run.most), "switch with one slot"))
 
 
 def slot_files_alone(run: Run) -> None:
@@ -288,18 +298,25 @@ def eight(run: Run) -> None:
     """Eight sessions at once alone. Of ours so many rounds that the RAM tier is full for the last ones."""
     for start, repeats in ((run.theirs, 3), (run.ours, 6)):
         with start() as server:
-            _try(lambda s=server, n=repeats: parallel(run.book, s, n))  # type: ignore[misc]
+            _try(partial(parallel, run.book, server, min(repeats, run.most)))
 
 
-def writers(run: Run) -> None:
+def eight_writers(run: Run) -> None:
+    _writers(run, 8, 2000)
+
+
+def many_writers(run: Run) -> None:
+    _writers(run, 32, 1000)
+
+
+def _writers(run: Run, n_streams: int, n_prompt: int) -> None:
     """Beside the time that a step of so many rows takes by itself."""
-    for n_streams, n_prompt in ((8, 2000), (32, 1000)):
-        for start in (run.theirs, run.ours):
-            with start(slots=n_streams) as server:
-                _try(lambda s=server, n=n_streams, k=n_prompt: writing(run.book, s, n, k, 3))  # type: ignore[misc]
-        title = f"one step of {n_streams} rows after {n_prompt} tokens each"
-        run.book.add(title, "libllama", {"ms_per_step": step_ms(run.model, n_streams, n_prompt)})
-        run.book.add(title, "the engine, without HTTP", {"ms_per_step": engine_step_ms(run.model, n_streams, n_prompt)})
+    for start in (run.theirs, run.ours):
+        with start(slots=n_streams) as server:
+            _try(partial(writing, run.book, server, n_streams, n_prompt, min(3, run.most)))
+    title = f"one step of {n_streams} rows after {n_prompt} tokens each"
+    run.book.add(title, "libllama", {"ms_per_step": step_ms(run.model, n_streams, n_prompt)})
+    run.book.add(title, "the engine, without HTTP", {"ms_per_step": engine_step_ms(run.model, n_streams, n_prompt)})
 
 
 def step_ms(model_path: Path, n_rows: int, depth: int) -> float:
@@ -390,12 +407,14 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "one-slot": one_slot,
     "slot-files": slot_files_alone,
     "eight": eight,
-    "writers": writers,
+    "turns": turns,
+    "writers-8": eight_writers,
+    "writers-32": many_writers,
     "short-of-ram": short_of_ram,
     "unpinned": unpinned,
     "swapped": swapped,
 }
-DEFAULT_PHASES = [name for name in PHASES if name not in ("eight", "slot-files")]  # the first one has them
+DEFAULT_PHASES = [name for name in PHASES if name not in ("eight", "slot-files", "turns")]  # the first one has them
 
 
 def main() -> None:
@@ -403,15 +422,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--llama-server", type=Path, required=True, help="its program, of the same build")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"))
+    parser.add_argument("--repeats", type=int, default=9, help="of anything, at most")
     parser.add_argument("phases", nargs="*", default=DEFAULT_PHASES, help=f"any of: {', '.join(PHASES)}")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     book = Book(options.out / "gpu.json")
     book.about = about_machine(options.model)
     with tempfile.TemporaryDirectory(prefix="everwarm-gpu-", dir=options.model.parent) as folder:
+        run = Run(options.model, options.llama_server, Path(folder), book, options.repeats)
         for name in options.phases:
             began = time.monotonic()
-            _try(lambda name=name: PHASES[name](Run(options.model, options.llama_server, Path(folder), book)))  # type: ignore[misc]
+            _try(partial(PHASES[name], run))
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
     book.write()
     table = markdown(book)
