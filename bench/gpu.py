@@ -41,7 +41,7 @@ N_CTX, N_SLOTS = 65_536, 8
 PAUSE_S = 1.5  # a person reads; idle work is done
 CACHE_GIB = 24
 N_WRITTEN = 192  # tokens of a stream that only writes
-AGENTS_SEED, N_AGENT_REQUESTS, AGENT_PAUSE_S = 103, 36, 0.3
+AGENTS_SEED, AGENT_PAUSE_S = 103, 0.3
 
 Row = dict[str, float]
 
@@ -210,16 +210,16 @@ def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: 
         time.sleep(PAUSE_S)
 
 
-def agents(book: Book, server: Server, title: str) -> None:
+def agents(book: Book, server: Server, n_requests: int, title: str) -> None:
     """Agents in bursts, three shared beginnings of 20,000 tokens: what is read, and how long all of it takes."""
     began, n_prompt, n_read = time.perf_counter(), 0, 0
     firsts = []
-    for turn in memory.agents(AGENTS_SEED, 1.0, 250, n_requests=N_AGENT_REQUESTS):
+    for turn in memory.agents(AGENTS_SEED, 1.0, 250, n_requests=n_requests):
         row, _ = timed(server, turn.prompt.codes.tolist(), 1)
         n_prompt, n_read = n_prompt + len(turn.prompt), n_read + int(row["read"])
         firsts.append(row["first_ms"])
         time.sleep(AGENT_PAUSE_S)
-    seconds = time.perf_counter() - began - N_AGENT_REQUESTS * AGENT_PAUSE_S
+    seconds = time.perf_counter() - began - n_requests * AGENT_PAUSE_S
     median, p95 = statistics.median(firsts), sorted(firsts)[int(0.95 * len(firsts))]
     found = {
         "cached_percent": 100 * (1 - n_read / n_prompt),
@@ -240,6 +240,7 @@ class Run:
     folder: Path
     book: Book
     most: int  # repeats of anything
+    n_agent_requests: int
 
     def ours(self, *more: str, slots: int = N_SLOTS) -> Any:
         flags = ("--cache-ram", f"{CACHE_GIB}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
@@ -354,12 +355,12 @@ def short_of_ram(run: Run) -> None:
     """Eight agents whose conversations do not fit into 8 GiB, without a disk and with one."""
     small = ("--cache-ram", "8GiB")
     with run.theirs(cache_gib=8) as server:
-        _try(lambda: agents(run.book, server, "RAM alone"))
+        _try(partial(agents, run.book, server, run.n_agent_requests, "RAM alone"))
     with everwarm(str(run.model), *_shape(N_SLOTS), *small, "--disk-cache", "0", log="INFO") as server:
-        _try(lambda: agents(run.book, server, "RAM alone"))
+        _try(partial(agents, run.book, server, run.n_agent_requests, "RAM alone"))
     disk = ("--disk-cache", "64GiB", "--state-dir", str(run.folder / "state"))
     with everwarm(str(run.model), *_shape(N_SLOTS), *small, *disk, log="INFO") as server:
-        _try(lambda: agents(run.book, server, "RAM and disk"))
+        _try(partial(agents, run.book, server, run.n_agent_requests, "RAM and disk"))
 
 
 def unpinned(run: Run) -> None:
@@ -423,13 +424,14 @@ def main() -> None:
     parser.add_argument("--llama-server", type=Path, required=True, help="its program, of the same build")
     parser.add_argument("--out", type=Path, default=Path("build/bench-gpu"))
     parser.add_argument("--repeats", type=int, default=9, help="of anything, at most")
+    parser.add_argument("--agent-requests", type=int, default=36, help="of short-of-ram")
     parser.add_argument("phases", nargs="*", default=DEFAULT_PHASES, help=f"any of: {', '.join(PHASES)}")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     book = Book(options.out / "gpu.json")
     book.about = about_machine(options.model)
     with tempfile.TemporaryDirectory(prefix="everwarm-gpu-", dir=options.model.parent) as folder:
-        run = Run(options.model, options.llama_server, Path(folder), book, options.repeats)
+        run = Run(options.model, options.llama_server, Path(folder), book, options.repeats, options.agent_requests)
         for name in options.phases:
             began = time.monotonic()
             _try(partial(PHASES[name], run))
