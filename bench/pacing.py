@@ -1,8 +1,8 @@
 """What pacing makes of an MTP head, by simulation: the engine's own ``Pacing``, the costs of a machine, and replies whose
 drafts are right as often as told. No model, no clock; ``python -m bench pacing``.
 
-The H200's costs were measured (docs/benchmarks/gpu.md). The other two are made up: cards on which a changed step or a row
-costs less or more.
+The H200's costs were measured (docs/benchmarks/gpu.md). The others are made up: a machine whose first steps take
+longer, and cards on which a changed step or a row costs less or more.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Machine:
     changed_before: float  # more, where only the one before that had
     drafted: float  # for each token of a draft
     listening: float  # more, for a plain step with the head reading along
+    slow_start: float = 0.0  # more, for each of an engine's first ten steps
 
     def step(self, n_rows: int, before: tuple[int, int]) -> float:
         changed = self.changed if n_rows != before[0] else self.changed_before if n_rows != before[1] else 0.0
@@ -42,6 +43,7 @@ class Machine:
 
 MACHINES = {
     "H200": Machine(13.9, 0.87, 5.0, 18.0, 1.35, 0.2),
+    "H200, a slow start": Machine(13.9, 0.87, 5.0, 18.0, 1.35, 0.2, slow_start=15.0),
     "cheap rows": Machine(25.0, 0.7, 3.0, 3.0, 1.0, 0.4),
     "dear rows": Machine(18.0, 2.5, 5.0, 5.0, 1.5, 0.3),
 }
@@ -68,13 +70,13 @@ def run() -> None:
 def tokens_per_s(machine: Machine, chance: Chance, seed: int, pacing: Pacing) -> list[float]:
     """Of every reply of an engine's life."""
     rng = random.Random(seed)
-    speeds, before = [], (0, 0)
+    speeds, before, n_steps = [], (0, 0), 0
     for _ in range(N_REPLIES):
         record, ms, n_written = Record(above=pacing.record), 0.0, 0
         while n_written < N_REPLY:
             n = 0 if pacing.is_plain() else _length(pacing, record, N_REPLY - n_written - 1)
-            step_ms = machine.step(1 + n, before) * rng.uniform(0.98, 1.02)
-            before = (1 + n, before[0])
+            step_ms = machine.step(1 + n, before) * rng.uniform(0.98, 1.02) + machine.slow_start * (n_steps < 10)
+            before, n_steps = (1 + n, before[0]), n_steps + 1
             pacing.has_stepped(1 + n, step_ms / 1e3)
             n_right = 0
             while n_right < n and rng.random() < chance(n_written + n_right):

@@ -1,9 +1,12 @@
 """How long drafts are: from what was accepted and what a step costs. No clock, no model."""
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
 import pytest
+from bench.acceptance import N_DRAFT
+from bench.pacing import MACHINES, tokens_per_s
 
 from everwarm.engine.speculation.draft_length import (
     LOOK_SHARE,
@@ -211,3 +214,21 @@ def searched(history: list[int]) -> tuple[int, int] | None:
         if n >= MIN_MATCH and (best is None or n >= best[1]):
             best = end, n
     return best
+
+
+def test_a_step_with_one_row_is_never_taken_to_cost_more_than_one_with_more():
+    known = StepCost()
+    known.learn(1, 0.030)  # the engine has just started
+    known.learn(4, 0.017)
+    assert known.seconds(1) == 0.017
+    known.learn(1, 0.014)
+    assert 0.014 <= known.seconds(1) < 0.017
+
+
+@pytest.mark.parametrize("slow_start", [0.0, 15.0])
+def test_text_that_cannot_be_guessed_is_written_plainly_also_after_a_slow_start(slow_start):
+    """Every later step was drafted in vain once, because the first plain ones had seemed dear."""
+    machine = replace(MACHINES["H200"], slow_start=slow_start)
+    speeds = [tokens_per_s(machine, lambda _: 0.0, seed, Pacing(N_DRAFT)) for seed in range(8)]
+    plain = 1e3 / machine.one_row
+    assert min(min(later) for _, *later in speeds) > 0.94 * plain
