@@ -261,9 +261,22 @@ SamplerName = Literal[
     "infill",
     "adaptive_p",
 ]
-DEFAULT_SAMPLERS: tuple[SamplerName, ...] = get_args(SamplerName)[:9]
+_NOT_BY_DEFAULT = {"infill", "adaptive_p"}
+DEFAULT_SAMPLERS: tuple[SamplerName, ...] = tuple(name for name in get_args(SamplerName) if name not in _NOT_BY_DEFAULT)
 DRY_BREAKERS = ("\n", ":", '"', "*")
-_LETTERS = dict(zip("edskypmxtiw", get_args(SamplerName), strict=True))
+_LETTERS: dict[str, SamplerName] = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+    "i": "infill",
+    "w": "adaptive_p",
+}
 _OTHER_NAMES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p"}
 _BY_NAME = {name.replace("_", ""): name for name in get_args(SamplerName)}
 

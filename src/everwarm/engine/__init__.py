@@ -6,5 +6,5 @@
 and back. ``inspect`` shows it, ``slotfile`` saves and loads slots, ``verify`` replays it cold and compares. ``engine`` is
 the whole as a library, ``request`` the record of one; ``settings`` and ``fingerprint`` say what states depend on,
 ``memory_plan`` what fits, ``stats`` what was counted and how fast it is. ``build`` puts the parts together; ``slots`` owns
-the slots and spares and alone fills and empties them; ``images`` encodes images and puts them into prompts.
+the slots and spares: it alone empties them and records what they hold, and ``cache.restore`` fills them; ``images`` encodes images and puts them into prompts.
 """

@@ -1,9 +1,9 @@
 """Slots and spares: the sequences of the context, what each of them holds, and the verbs that change it.
 
 A **slot** is where a request runs, and keeps its conversation while it is idle. A **spare** holds a parked checkpoint, or
-nothing. Only this module assigns their fields; all others read them. A sequence and the record of what it holds are
-changed together, so emptying a slot is ``Slot.vacate`` and nothing else. Decides nothing: what is worth saving before a
-slot or a spare is emptied is the caller's business.
+nothing. Only this module assigns their fields; all others read them. Emptying a slot is ``Slot.vacate`` and nothing else:
+it changes the sequence and the record of it together. It saves nothing; who must not lose the conversation calls
+``cache.device_room.DeviceRoom.vacate``. Filling is ``cache.restore``'s work, and ``Slot.hold`` records it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What to keep: where to cut a prompt, which checkpoints to thin, and the rule of eviction.
 
-``score`` is what an entry is worth, in RAM and on disk, and ``choose`` picks the least valuable. What an entry in RAM saves
-and how soon it is used again, ``ram_eviction`` finds out; for the disk ``store.disk_eviction`` does.
+``score`` is what an entry is worth, and ``choose`` picks the least valuable. What an entry in RAM saves and how soon it is
+used again, ``ram_eviction`` finds out. The disk has the same rule in a form that needs no look at every entry:
+``store.disk_eviction``.
 
 Pure: values in, values out; no clock, no disk, no logging. Counts are items of the prompt.
 

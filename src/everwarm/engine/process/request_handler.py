@@ -2,8 +2,8 @@
 
 ``handle`` runs on the reader's thread (tokenizing drops the GIL), ``deliver`` and the jobs on the loop's. What may keep the
 reader busy for long, a constraint that is new, a long text or a sound, is prepared on other threads. Outside of the
-loop's thread only parts that never change are used: the vocabulary, the length of the context, the image model. Knows
-no sockets.
+loop's thread only parts that never change are used: the vocabulary, the length of the context, the image model. The last
+frame of a reply waits until ``cache.offload`` says that its turn is safe. Knows no sockets.
 """
 
 from __future__ import annotations

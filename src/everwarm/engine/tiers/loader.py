@@ -1,5 +1,5 @@
-"""From the disk or the remote store back into the tree: other threads read and verify what a prompt needs, then the
-loop's thread adds it to the tree.
+"""From the disk or the remote store back into the tree: other threads read what a prompt needs, then the loop's thread
+adds it to the tree. ``state.store.object`` checks every digest as it reads; here items and fingerprint are compared.
 
 The loop's thread decides, and never waits for a file while there is anything else to do. Any failure here only means
 that a prompt is read again. Checkpoints that are still being read out of a slot file come the same way: a request that

@@ -1,4 +1,5 @@
-"""One immutable, self-describing, verified file for a state or for the KV of an interval. The format, and nothing else.
+"""One immutable, self-describing, verified file for a state or for the KV of an interval. The format, and reading
+it on several threads.
 
     magic "EVERWARM" · u16 major · u16 minor · u32 header length (≤ 1 MiB) · JSON header · zeroes to 4096
     · sections, each at a multiple of 4096, zeroes between · footer: BLAKE3 of all before the first section, end mark

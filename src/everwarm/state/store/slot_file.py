@@ -1,4 +1,5 @@
-"""Slot files: llama.cpp's own sequence file, and our companion beside it. Formats and safe opening, nothing else.
+"""Slot files: llama.cpp's own sequence file, and our companion beside it. Their formats, safe opening, and renaming both
+into place.
 
     NAME               u32 "ggsq" · u32 version · u32 n · n × i32 tokens · libllama's sequence state
     NAME.checkpoints   an object (see ``object``) with the items, the checkpoints that are not in NAME, what the MTP head
