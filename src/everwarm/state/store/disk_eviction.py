@@ -1,15 +1,15 @@
 """Eviction from disk: which state goes next, without looking at every state. Pure: the caller says what time it is.
 
-``VictimQueue`` says which state goes next, of all or of one space, with pins and spared states; ``disk`` asks it and drops
-that one. For eviction from RAM see ``state.ram_eviction``.
+``VictimQueue`` says which state goes next, of all or of one space, with pins and spared states; ``disk`` asks it and
+drops that one. For eviction from RAM see ``state.ram_eviction``.
 
-The rule is that of ``policy.score``, smallest first: seconds saved per byte, times a chance of reuse that falls with the age;
-more is not known from the index. ``ranked`` states it plainly, over all states. All scores fall with time, each at its
-own pace, so the order changes although nothing happens; but two states change places at most once. ``EvictionOrder`` is
-a tournament over the states (a kinetic tournament): every match remembers until when its result holds. Adding, changing
-or removing a state replays the matches on its way to the top, O(log n). Asking for the first one replays the matches
-whose results have expired since; each pair expires at most once, so that is O(log n) for each change as well, on
-average over time.
+The rule is that of ``policy.score``, smallest first: seconds saved per byte, times a chance of reuse that falls with
+the age; more is not known from the index. ``ranked`` states it plainly, over all states. All scores fall with time,
+each at its own pace, so the order changes although nothing happens; but two states change places at most once.
+``EvictionOrder`` is a tournament over the states (a kinetic tournament): every match remembers until when its result
+holds. Adding, changing or removing a state replays the matches on its way to the top, O(log n). Asking for the first
+one replays the matches whose results have expired since; each pair expires at most once, so that is O(log n) for each
+change as well, on average over time.
 """
 
 from __future__ import annotations
