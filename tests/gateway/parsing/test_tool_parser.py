@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from everwarm.gateway.parsing.reasoning import Reasoning, ReasoningParser, ReasoningStyle
@@ -376,8 +376,16 @@ def test_what_json_can_say_arrives(format, calls, indent, ascii):
     )
 )
 def test_what_python_can_say_arrives(calls):
+    assume(not any(said.get("b") in ("true", "false", "True", "False") for _, said in calls))  # ``b`` is a boolean
     written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in said.items())})" for name, said in calls]
     assert told("pythonic", f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>") == calls
+
+
+@pytest.mark.parametrize(
+    ("written", "arrives"), [("'true'", True), ("'False'", False), ("'0'", "0"), ("'5'", "5"), ("'yes'", "yes")]
+)
+def test_a_text_is_taken_for_another_type_only_where_it_spells_one(written, arrives):
+    assert told("pythonic", f"<|tool_call_start|>[f(b={written})]<|tool_call_end|>") == [("f", {"b": arrives})]
 
 
 # any cutting, any text

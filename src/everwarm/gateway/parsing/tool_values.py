@@ -211,8 +211,18 @@ def bare_as_json(kind: Kind, text: str) -> str:
 def literal_as_json(kind: Kind, value: str) -> str:
     """The JSON of a literal that has a type of its own."""
     if value.startswith('"'):
-        return value if not kind or "string" in kind else bare_as_json(kind, json.loads(value))
+        meant = value if not kind or "string" in kind else bare_as_json(kind, json.loads(value))
+        return meant if _is_of(kind, json.loads(meant)) else value
     return quoted(value) if kind == {"string"} and value != "null" else value
+
+
+def _is_of(kind: Kind, value: object) -> bool:
+    """Whether a value has one of these JSON types."""
+    if isinstance(value, bool) or value is None:
+        return ("null" if value is None else "boolean") in kind
+    if isinstance(value, int | float):
+        return "number" in kind or ("integer" in kind and float(value).is_integer())
+    return ("array" if isinstance(value, list) else "object" if isinstance(value, dict) else "string") in kind
 
 
 def _python_as_json(text: str) -> str | None:
