@@ -84,10 +84,11 @@ def _measure(engine: Engine, url: str, prompt: Prompt, cold_s: float, first_s: f
     tiers, loader = engine.core.cache.tiers, engine.core.cache.loader
     assert tiers.remote.is_on
     remote, bucket = tiers.remote, Bucket(url)
-    post = remote.find(root_key(tiers.fingerprint, ""), prompt, (len(prompt) - 4,), least=0)
+    post = remote.find(root_key(tiers.fingerprint, ""), prompt, (len(prompt) - 4,), least=0, most=len(prompt) - 1)
     assert post is not None
     names = [f"{remote._folder}/{name}" for name in (post.name, *(need.name for need in post.needs))]
-    wish, size = LoadRequest(prompt, "", (len(prompt) - 4,), 0, 0, 0), post.n_bytes(0)
+    wish = LoadRequest(prompt, "", (len(prompt) - 4,), most=len(prompt) - 1, n_have=0, n_kv=0, n_shared=0)
+    size = post.n_bytes(0)
 
     def restore() -> None:
         assert isinstance(loader._from_remote(wish, loader._on_disk(wish)), LoadedPoint)

@@ -143,7 +143,8 @@ def _measure_reads(engine: Engine, prompt: Prompt) -> None:
     kept = tiers.disk.find(root_key(tiers.fingerprint, ""), prompt, len(prompt) - 1)
     assert kept is not None and kept.n_items > N_LONG - 64
     paths = [tiers.disk.directory / name for name in (kept.name, *kept.needs)]
-    size, wish = sum(path.stat().st_size for path in paths), LoadRequest(prompt, "", (), 0, 0, 0)
+    size = sum(path.stat().st_size for path in paths)
+    wish = LoadRequest(prompt, "", (), most=len(prompt) - 1, n_have=0, n_kv=0, n_shared=0)
     rows = []
     for title, before in (("cold", lambda: _forget(paths)), ("in the page cache", None)):
         ours, plain = [], []

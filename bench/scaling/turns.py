@@ -54,8 +54,8 @@ def _talk(core: Core, n_turns: int) -> Prompt:
 
 def _bring_s(core: Core, prompt: Prompt) -> float:
     def bring() -> None:
-        match = core.cache.restorer.match(prompt, "", ())
-        core.cache.restorer.bring(core.slots[0], Goal(prompt, ""), match, ())
+        match = core.cache.restorer.match(prompt, "", {})
+        core.cache.restorer.bring(core.slots[0], Goal(prompt, ""), match, {})
 
     seconds = least_cpu_s(bring, REPEATS, core.cache.room.clear)
     assert core.context.end(core.slots[0].seq) > START, "nothing came back"

@@ -1,8 +1,9 @@
 """What the server keeps in SQLite: responses and chat completions that clients stored, and replies that models wrote.
 
-Each store is a file if the server has a state directory, else in memory. After any crash a row is complete or absent. Every
-row belongs to one namespace: another cannot see it. When a store is full, the namespace that holds most loses its least
-recently used rows, so no other can evict them while it holds more itself. Knows rows; knows no HTTP and no messages.
+Each store is a file if the server has a state directory, else in memory. After any crash a row is complete or absent.
+Every row belongs to one namespace: another cannot see it. When a store is full, the namespace that holds most loses
+its least recently used rows, so no other can evict them while it holds more itself. Knows rows, and what a client is
+told whose response is missing one; knows no HTTP.
 
 Responses: each row holds what one response added (its own input and its output) and the id of the response before, so a
 conversation is stored once, however long it gets. Replies belong to one chat template, too, and are kept for
