@@ -55,6 +55,12 @@ class Loop:
 
     def run(self) -> None:
         """Runs until ``stop``. Raises what a step raises."""
+        try:
+            self._run()
+        finally:
+            self._meanwhile()
+
+    def _run(self) -> None:
         while self._take_jobs():
             if self.core.has_work:
                 self._step_began = time.monotonic()
@@ -86,6 +92,7 @@ class Loop:
 
     def _run_job(self, job: Job | None) -> bool:
         if job is not None:
+            self._meanwhile()  # the job may take long
             job(self.core)
             self._rest()
         return job is not None

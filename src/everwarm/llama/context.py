@@ -523,6 +523,7 @@ class Context(Closing):
 
     def capture_sequence(self, seq: SeqId, place: Place = heap) -> Blob:
         """KV and state of a whole sequence, as libllama writes them into a file."""
+        self._use(seq)
         return self._read(seq, abi.STATE_FULL, place)[HEADER_BYTES:]
 
     def scattered_sequence(
@@ -537,6 +538,7 @@ class Context(Closing):
     def capture_head(self, seq: SeqId) -> Blob | None:
         """What the model's head knows of a sequence: its KV, and behind that the row that goes with the next token. None:
         it does not know all of it, or there is no head."""
+        self._use(seq)
         if self.head is None:
             return None
         end = self._end[seq].pos
@@ -593,6 +595,8 @@ class Context(Closing):
         if n_cells > self.cells.free:
             raise ContextFull(f"{n_cells} cells are needed but {self.cells.free} are free")
         self._finish_drops_for(n_cells)
+        if clean and self.cells.is_alone(seq):
+            self.finish_drops()  # else it would lie beside cells that are still to be emptied
         tail = self._empty_tail if self.kind.needs_checkpoints else None
         blob, of_head = split(blob)
         if not describes_cells(blob, n_cells, tail) or not self._load_cells(seq, blob, start, stop, n_cells):

@@ -11,6 +11,7 @@ from bench.pacing import MACHINES, tokens_per_s
 from everwarm.engine.speculation.draft_length import (
     LOOK_SHARE,
     N_CAUTIOUS,
+    N_SLOW,
     SLOPE,
     TRY_AFTER,
     Pacing,
@@ -216,13 +217,21 @@ def searched(history: list[int]) -> tuple[int, int] | None:
     return best
 
 
-def test_a_step_with_one_row_is_never_taken_to_cost_more_than_one_with_more():
+def test_at_first_a_step_with_one_row_is_not_taken_to_cost_more_than_one_with_more():
     known = StepCost()
     known.learn(1, 0.030)  # the engine has just started
     known.learn(4, 0.017)
     assert known.seconds(1) == 0.017
     known.learn(1, 0.014)
     assert 0.014 <= known.seconds(1) < 0.017
+
+
+def test_later_steps_of_a_short_conversation_say_nothing_of_a_long_one():
+    known = StepCost()
+    for _ in range(N_SLOW):
+        known.learn(1, 0.030)
+    known.learn(4, 0.017)  # of the short one
+    assert known.seconds(1) == pytest.approx(0.030)
 
 
 @pytest.mark.parametrize("slow_start", [0.0, 15.0])

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -99,6 +100,31 @@ def test_a_conversation_leaves_the_device_only_for_a_disk_that_gives_it_back_soo
         put_away(core)
     with kept_core(tmp_path) as core:
         assert run(core, next_turn(1)).n_cached == STABLE, "it is on disk all the same"
+
+
+@pytest.mark.parametrize(("n_fit", "n_leave"), [(1.5, 1), (2.5, 2), (0.5, 0)])
+def test_no_more_conversations_leave_for_a_disk_than_it_has_room_for(tmp_path, n_fit, n_leave):
+    assert how_many_leave(tmp_path, n_fit) == n_leave
+
+
+def test_the_control_all_leave_for_a_disk_that_forgets_what_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(LowerTiers, "n_waiting_bytes", 0)
+    assert how_many_leave(tmp_path, 1.5) == 4
+
+
+def how_many_leave(directory: Path, n_fit: float) -> int:
+    """Of four conversations on the device, where RAM has no room, for a disk that holds so many and does not write yet."""
+    with kept_core(directory, policy="auto", idle_cells=8192, n_slots=6, n_ctx=8192, n_spares=0) as core:
+        for i in range(4):
+            run(core, told(i), stable=STABLE)
+        tiers, loader = core.cache.tiers, core.cache.loader
+        core.cache.ram_budget.n_bytes = core.cache.tree.ram_bytes
+        loader._read_rate = 1e15
+        tiers.disk.budget_bytes = int(n_fit * core.cache.ram_writer.whole_bytes(core.slots[0].seq))
+        core.cache.room._idle_cells = 0
+        with held(tiers):
+            run(core, text(50, 40), 1)
+            return 4 - sum(slot.n_fed >= LENGTH for slot in core.slots)
 
 
 @pytest.mark.parametrize("hands_over", [True, False])

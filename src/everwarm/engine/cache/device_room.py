@@ -70,7 +70,7 @@ class DeviceRoom:
         no other place stays: RAM has no room for it, and there is no disk with room, or loading would take too long.
 
         libllama takes milliseconds to empty a long sequence. It does so at once where this decides whether the cells of
-        ``started`` are clean, else after the first token of its request.
+        ``started`` are clean, else one by one after the next steps, so that a short prompt does not wait for it.
         """
         if not self._context.kind.has_attention:
             return

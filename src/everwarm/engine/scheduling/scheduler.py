@@ -114,11 +114,11 @@ def _with_tokens_again(writing: Sequence[Lane], n_step: int) -> list[Grant]:
     return grants
 
 
-def fit(grants: Sequence[Grant], oldest_first: Sequence[int], n_free: int) -> list[Grant]:
+def fit(grants: Sequence[Grant], running: Sequence[int], n_free: int) -> list[Grant]:
     """What of a plan fits into so many cells: one token each, the oldest first, then the rest in the same order. Empty only
-    if not one cell is free. ``oldest_first``: the slots of all running requests by admission."""
+    if not one cell is free. ``running``: the slots of all running requests by admission."""
     wanted = {grant.slot: grant.n_tokens for grant in grants}
-    order = [slot for slot in oldest_first if slot in wanted]
+    order = [slot for slot in running if slot in wanted]
     given = dict.fromkeys(order[:n_free], 1)
     n_free -= len(given)
     for slot in given:

@@ -44,6 +44,8 @@ SLOPE = 0.15  # more for each row, until anything is measured
 LONG = 64  # rows of a step that reads: so many take the time of each that all further ones take
 _EXACT = 17  # so many rows are measured one by one, more in groups
 _GROUP = 8
+N_SLOW = 64  # measurements of an engine that may be of a slow start
+_LEAST_S = 1e-6  # of a step: a clock may stand still
 _UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often disturbed, and never too fast
 _STEP_SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
 _FIRST_SPIKE = 4.0  # the same where only a guess is known
@@ -340,14 +342,15 @@ class Pacing:
 
 class StepCost:
     """How long a step that writes replies takes by its rows. Kept as a multiple of a step with one row: that changes with
-    the context's length and with the machine's load, the multiples hardly do. A step with one row never takes longer than
-    one with more: where it seems to, what was measured of it was disturbed."""
+    the context's length and with the machine's load, the multiples hardly do. The first steps of an engine may be slow:
+    there, one row that seems to take longer than several is taken to take as long as they do."""
 
     def __init__(self) -> None:
         self._one_s: float | None = None  # for a step with one row
         self._multiples: dict[int, float] = {1: 1.0}  # by rows
         self._rows: list[int] = [1]  # the same, sorted
         self._n_seen: dict[int, int] = {}  # measurements, by rows
+        self._n_learned = 0  # measurements of all
         self._read_s: float | None = None  # for each row of a long step that reads a prompt
 
     def learn_reading(self, n_rows: int, seconds: float) -> None:
@@ -359,6 +362,8 @@ class StepCost:
     def learn(self, n_rows: int, seconds: float) -> None:
         if n_rows > MOST_ROWS:
             return
+        self._n_learned += 1
+        seconds = max(seconds, _LEAST_S)
         if self._one_s is None:
             self._one_s = seconds / self._multiple(n_rows)
         elif n_rows == 1:
@@ -368,7 +373,8 @@ class StepCost:
             known = self._multiple(rows)
             if rows not in self._multiples:
                 insort(self._rows, rows)
-            self._one_s = min(self._one_s, seconds)
+            if self._n_learned <= N_SLOW:
+                self._one_s = min(self._one_s, seconds)
             n_seen = self._n_seen.get(rows, 0)
             self._multiples[rows] = _mixed(known, seconds / self._one_s, n_seen)
             self._n_seen[rows] = n_seen + 1

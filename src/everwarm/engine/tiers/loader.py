@@ -340,7 +340,7 @@ class Loader:
     def disk_s(self, n_bytes: int) -> float:
         """Seconds to load so many bytes from the disk; infinite where it has no room for them, none where loading is
         always preferred. A full disk evicts, perhaps just these, before they are asked for."""
-        if not self._tiers.disk.has_room(n_bytes):
+        if not self._tiers.disk_has_room(n_bytes):
             return math.inf
         return 0.0 if self._policy == "always" else n_bytes / self._read_rate
 

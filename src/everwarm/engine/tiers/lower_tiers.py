@@ -156,6 +156,10 @@ class LowerTiers:
         """Handed over and not written yet."""
         return self._n_sent - self._n_done
 
+    def disk_has_room(self, n_bytes: int) -> bool:
+        """Whether the disk takes so many bytes more, beside what waits for it, without evicting anything."""
+        return self.disk.degraded is None and self.disk.has_room(n_bytes + self.n_waiting_bytes)
+
     # finding
 
     def find(self, root: str, prompt: Prompt, most: int) -> IndexedObject | None:

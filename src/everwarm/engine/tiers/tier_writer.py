@@ -25,8 +25,6 @@ from everwarm.llama.context import Context
 from everwarm.prompt.prompt import Prompt
 from everwarm.state.policy import PROVISIONAL, CutKind
 from everwarm.state.returns import Returns
-from everwarm.state.store.disk import Disk
-from everwarm.state.tier import DiskTier
 from everwarm.state.tree import Node, Tree
 
 log = logging.getLogger("everwarm.tiers")
@@ -166,7 +164,7 @@ class TierWriter:
             if is_waiting and self._tiers.takes_more and _passes(slot.node, leaving):
                 slot.note_archived()
                 self.offer(slot)
-        for node in nodes if self._tiers.takes_more and _has_room(self._tiers.disk) else ():
+        for node in nodes if self._tiers.takes_more and self._tiers.disk_has_room(1) else ():
             if self._is_needed_next(node) and not self._tiers.is_known(self._packing.state_name(node)):
                 self._write(node, is_hinted=True)
 
@@ -335,8 +333,3 @@ def _point(lineage: Iterable[Node]) -> Node | None:
 
 def _passes(end: Node, nodes: Collection[int]) -> bool:
     return any(id(node) in nodes for node in end.lineage())
-
-
-def _has_room(disk: DiskTier) -> bool:
-    """Whether more can be written without evicting anything there."""
-    return isinstance(disk, Disk) and disk.degraded is None and disk.n_bytes < disk.budget_bytes
