@@ -72,6 +72,7 @@ def test_without_a_file_the_embedded_model_is_served() -> None:
         ("[models.a]\npath = 'x'\nslotz = 3", "did you mean 'slots'"),
         ("[models.a]\npath = 'x'\n[models.a.replicas]\ncount = 0", "count is 0; give a whole number of at least 1"),
         ("[models.a]\npath = 'x'\n[models.a.replicas]\ncount = 1\nmost = 2", "give count, or least and most"),
+        ("[models.a]\npath = 'x'\nreplicas = 3", "replicas: 3 is no table; give one"),
         ("[models.a]\npath = 'x'\n[models.a.replicas]\nleast = 3\nmost = 2", "least is 3 and most is 2"),
         ("[models.a]\npath = 'x'\nalias = 'b'\n[models.b]\npath = 'x'", "'b' is the name of two models"),
         ("default = 'c'\n[models.a]\npath = 'x'", "default is 'c'"),

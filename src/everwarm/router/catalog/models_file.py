@@ -358,7 +358,9 @@ def parsed(path: Path) -> dict[str, Any]:
         raise BadRequest(f"{path} is not valid {'INI' if is_preset else 'TOML'}: {error}") from None
 
 
-def convert(fields: Mapping[str, Any], kind: type[S], where: str) -> S:
+def convert(fields: object, kind: type[S], where: str) -> S:
+    if not isinstance(fields, Mapping):
+        raise BadRequest(f"{where} {_shown(fields)} is no table; give one")
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
