@@ -64,7 +64,7 @@ def test_everwarm_understands_the_file(tmp_path: Path) -> None:
     config = tmp_path / "cluster.toml"
     config.write_text((DEPLOY / "cluster.toml").read_text().replace("/run/secrets/api_key", str(tmp_path / "api.key")))
     settings = read_cluster(config)
-    assert settings.server.api_key == "secret" and settings.models[0].engine.remote is not None
+    assert settings.server.api_key == "secret" and settings.models[0].settings.remote is not None
 
 
 def test_the_store_takes_the_first_write(
