@@ -218,8 +218,9 @@ class Core:
 
     def tidy(self) -> bool:
         """One piece of idle work. False: there is none."""
-        done = self.context.n_to_empty > 0 or self.cache.save_piece() or self.begin_prewarm() or self.cache.join_piece()
+        had_dropped = self.context.n_to_empty > 0
         self.context.finish_drop()
+        done = had_dropped or self.cache.save_piece() or self.begin_prewarm() or self.cache.join_piece()
         if not done or self.is_status_old:
             self._publish_status()  # before the loop waits for a job
         return done

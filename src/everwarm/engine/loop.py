@@ -25,7 +25,7 @@ class Loop:
     def __init__(
         self, core: Core, deliver: Deliver, rest_s: float = REST_S, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """``meanwhile``: what to do while a GPU computes a step, without the core."""
+        """``meanwhile`` does without the core. It is called while a GPU computes a step, before each job and at the end."""
         self.core = core
         self._meanwhile = meanwhile
         self.thread = threading.current_thread()  # ``start`` makes it on the thread that runs it

@@ -1,5 +1,5 @@
-"""Idle conversations leave the device when another one runs. libllama takes its time for that, before the first token of
-a cold prompt, and after the first token of a conversation that comes back."""
+"""Idle conversations leave the device when another one runs. libllama takes its time to empty them: before the first step
+of a cold prompt, and one by one after the steps of a conversation that comes back."""
 
 from itertools import pairwise
 
