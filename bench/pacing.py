@@ -16,7 +16,7 @@ import numpy as np
 
 from bench.acceptance import N_DRAFT, N_REPLY, AlwaysThree
 from bench.measure import table
-from everwarm.engine.speculation.draft_length import Pacing, Proposal, Record, StepShape
+from everwarm.engine.speculation.draft_length import Pacing, Record, StepShape, computed_proposal
 from everwarm.engine.speculation.model_drafter import HeadDrafter
 
 N_REPLIES, N_SEEDS = 4, 40
@@ -84,7 +84,7 @@ def tokens_per_s(machine: Machine, chance: Chance, seed: int, pacing: Pacing) ->
             if n:
                 pacing.has_computed(n * machine.drafted / 1e3, n)
                 pacing.judge(
-                    Proposal(np.zeros(n, np.int32), HeadDrafter.confidence, "mtp", is_computed=True), record, n, n_right
+                    computed_proposal(np.zeros(n, np.int32), HeadDrafter.confidence, "mtp"), record, n, n_right
                 )
             ms += step_ms + (n * machine.drafted if n else machine.listening * pacing.is_computing)
             n_written += 1 + n_right

@@ -9,11 +9,13 @@ time with one thread, so that what else the machine does matters little. ``accep
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench import acceptance
 from bench.imposed import Imposed, cpu_s
@@ -108,7 +110,7 @@ def _grammar(reply: str) -> str:
 
 def texts(seed: int) -> list[Text]:
     rng = random.Random(seed)
-    made = (_story, _code_edit, _extraction, _tool_loop, _noise)
+    made = (_story, _code_edit, _extraction, _tool_loop, _noise, _library_edit)
     return [Text(name, prompt, reply[:N_REPLY]) for name, prompt, reply in (make(rng) for make in made)]
 
 
@@ -157,3 +159,16 @@ def _tool_loop(rng: random.Random) -> tuple[str, str, str]:
 def _noise(rng: random.Random) -> tuple[str, str, str]:
     letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
     return "noise", "Random letters:\n", "".join(rng.choice(letters) for _ in range(N_REPLY))
+
+
+def _library_edit(rng: random.Random) -> tuple[str, str, str]:
+    """Real code: a passage of Python's own library, of which one line goes, one comes and one is written otherwise."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    lines: list[str] = []
+    while len(lines) < 300:
+        lines = rng.choice(files).read_text(errors="replace").splitlines()
+    at = rng.randrange(100, len(lines) - 60)
+    passage = [line for line in lines[at : at + 40] if line.isascii() and line.isprintable()]
+    edited = [line.replace("self", "this") if i % 6 == 3 else line for i, line in enumerate(passage) if i % 9 != 4]
+    edited.insert(6, "    # checked before it is used")
+    return "library code", "Edit:\n" + "\n".join(passage) + "\n\nEdited:\n", "\n".join(edited)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from everwarm.engine.core import Core
-from everwarm.engine.speculation.draft_length import Pacing, Proposal, Record, StepShape
+from everwarm.engine.speculation.draft_length import ONE_KIND, Pacing, Proposal, Record, StepShape
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.llama.batch import Feed, Tokens
 from everwarm.llama.model import Model
@@ -30,6 +31,12 @@ def tokens_of(core: Core, question: str) -> list[int]:
 
 def tokens_of_model(model: Model, question: str) -> Tokens:
     return model.vocab.tokenize(ASK.format(question), add_special=False, parse_special=True)
+
+
+def draft_of(tokens: Sequence[int], confidence: float) -> Proposal:
+    """A draft that was found, all of whose tokens are equally sure and of one kind."""
+    n = len(tokens)
+    return Proposal(np.array(tokens, np.int32), np.full(n, confidence), np.full(n, ONE_KIND), "scripted")
 
 
 class EveryStep(Pacing):
@@ -74,7 +81,7 @@ class Scripted:
         self.n_made += 1
         if at < len(tokens):
             tokens[at] = (tokens[at] + 1) % self._n_vocab
-        return Proposal(np.array(tokens, np.int32), 0.9, "scripted") if tokens else None
+        return draft_of(tokens, 0.9) if tokens else None
 
     def forget(self) -> None:
         """It is told what it knows."""

@@ -11,17 +11,19 @@ from bench.pacing import MACHINES, tokens_per_s
 from everwarm.engine.speculation.draft_length import (
     LOOK_SHARE,
     N_CAUTIOUS,
+    N_SHORT,
     N_SLOW,
+    ONE_KIND,
     SLOPE,
     TRY_AFTER,
     Pacing,
-    Proposal,
     Record,
     StepCost,
     StepShape,
     best_length,
 )
-from everwarm.engine.speculation.lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, confidence_of, longest_match
+from everwarm.engine.speculation.lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, longest_match
+from support.drafts import draft_of
 
 ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
 
@@ -35,42 +37,74 @@ def tokens(*codes: int) -> np.ndarray:
 
 
 def test_what_costs_nothing_is_verified_whole_and_what_costs_as_much_as_decoding_is_not():
-    assert best_length(8, 0.9, ALONE, cost(0.0)) == 8
-    assert best_length(8, 0.9, ALONE, cost(1.0)) == 0
+    assert best_length([0.9] * 8, ALONE, cost(0.0)) == 8
+    assert best_length([0.9] * 8, ALONE, cost(1.0)) == 0
 
 
 def test_unlikely_drafts_are_passed_over_and_likely_ones_are_longer():
-    lengths = [best_length(16, chance, ALONE, cost(0.1)) for chance in (0.05, 0.5, 0.8, 0.95)]
+    lengths = [best_length([chance] * 16, ALONE, cost(0.1)) for chance in (0.05, 0.5, 0.8, 0.95)]
     assert lengths[0] == 0 and lengths == sorted(lengths) and lengths[-1] > 2 * lengths[1]
 
 
 def test_where_memory_is_cut_drafts_may_be_longer_because_nothing_is_decoded_again():
     cut = StepShape(1, 1, n_cut=inf, overhead_s=0.0)
-    assert best_length(16, 0.7, cut, cost(0.15)) >= best_length(16, 0.7, ALONE, cost(0.15)) > 0
+    assert best_length([0.7] * 16, cut, cost(0.15)) >= best_length([0.7] * 16, ALONE, cost(0.15)) > 0
 
 
 def test_beside_many_replies_a_row_must_bring_more():
     """With 32 rows a step is already as good as it gets: another row costs its full price."""
     crowded = StepShape(32, 32, n_cut=inf, overhead_s=0.0)
-    assert best_length(4, 0.5, crowded, lambda rows: rows) == 0
+    assert best_length([0.5] * 4, crowded, lambda rows: rows) == 0
 
 
 def test_the_overhead_of_verifying_counts():
     slow = StepShape(1, 1, n_cut=inf, overhead_s=5.0)
-    assert best_length(4, 0.9, slow, cost(0.05)) == 0
+    assert best_length([0.9] * 4, slow, cost(0.05)) == 0
+
+
+def test_a_doubtful_token_ends_a_draft_before_it():
+    chances = [0.95, 0.95, 0.2, 0.95, 0.95]
+    assert best_length(chances, ALONE, cost(0.1)) == 2
+    chances[2] = 0.95
+    assert best_length(chances, ALONE, cost(0.1)) == 5, "the control"
 
 
 @pytest.mark.parametrize("accepted", [0, 4])
 def test_a_record_moves_the_chance_to_what_was_seen(accepted):
+    kind, other = 7, 8
     everyone = Record()
     record = Record(above=everyone)
-    before = record.chance("lookup", 0.5)
+    before = record.chance("lookup", kind, 0.5)
     for _ in range(8):
-        record.note("lookup", 0.5, 4, accepted)
-    after = record.chance("lookup", 0.5)
+        record.note("lookup", [kind] * 4, accepted)
+    after = record.chance("lookup", kind, 0.5)
     assert abs(after - accepted / 4) < 0.25 < abs(before - accepted / 4)
-    assert record.chance("lookup", 0.9) == 0.9  # another kind of match
-    assert Record(above=everyone).chance("lookup", 0.5) != 0.5  # the next request knows it, too
+    assert record.chance("lookup", other, 0.5) == record.chance("tree", kind, 0.5) == 0.5
+    assert Record(above=everyone).chance("lookup", kind, 0.5) != 0.5  # the next request knows it, too
+
+
+def test_each_kind_of_token_has_its_own_record():
+    """Of a draft whose last compared token was wrong: the kinds before it were right."""
+    record, proposal = Record(above=Record()), draft_of([1, 2, 3, 4], 0.5)._replace(kinds=np.array([1, 1, 2, 3]))
+    for _ in range(20):
+        record.note(proposal.source, proposal.kinds[:3].tolist(), 2)
+    first, second, third, fourth = record.chances(proposal, 4)
+    assert first == second > 0.9 and third < 0.2 and fourth == 0.5
+
+
+def test_what_a_reply_says_by_itself_shows_whether_a_passed_draft_was_right():
+    record, proposal = Record(above=Record()), draft_of([5, 6, 7], 0.5)
+    for token in (5, 6):  # right, and wrong
+        for n in range(1, 30):
+            record.pass_over(proposal, n)
+            record.learn_from_passed(np.array([1] * n, np.int32))  # nothing was written since
+            record.pass_over(proposal, n)
+            record.learn_from_passed(np.array([1] * n + [token], np.int32))
+            record.learn_from_passed(np.array([1] * n + [token], np.int32))  # it was learned from
+        chance = record.chance(proposal.source, ONE_KIND, 0.5)
+        assert chance > 0.85 if token == 5 else chance < 0.15
+        assert (Record(above=record.above).chance(proposal.source, ONE_KIND, 0.5) > 0.5) == (token == 5)
+        record = Record(above=Record())
 
 
 def test_passed_over_for_long_a_draft_is_tried_again():
@@ -78,7 +112,7 @@ def test_passed_over_for_long_a_draft_is_tried_again():
     for _ in range(50):
         pacing.cost.learn(1, 1.0)
         pacing.cost.learn(3, 3.0)
-    proposal = Proposal(tokens(1, 2, 3), 0.4, "lookup")
+    proposal = draft_of([1, 2, 3], 0.4)
     lengths = [pacing.length(proposal, record, ALONE) for _ in range(TRY_AFTER)]
     assert set(lengths[:-1]) == {0} and lengths[-1] == 2
     pacing.judge(proposal, record, 2, 0)
@@ -124,11 +158,9 @@ def test_a_dear_second_row_does_not_keep_long_drafts_from_being_tried():
     for _ in range(20):
         pacing.cost.learn(1, 1.0)
         pacing.cost.learn(2, 2.6)
-    sure = Proposal(tokens(*range(32)), 0.98, "lookup")
+    sure = draft_of(range(32), 0.98)
     assert pacing.length(sure, record, ALONE) == N_CAUTIOUS
-    assert pacing.length(sure._replace(confidence=0.4), record, ALONE) == 0, (
-        "the control: what is not sure is not tried"
-    )
+    assert pacing.length(draft_of(range(32), 0.4), record, ALONE) == 0, "the control: what is not sure is not tried"
     for _ in range(20):
         for n_rows in range(2, 34):
             pacing.cost.learn(n_rows, 2.0 * n_rows)
@@ -143,16 +175,16 @@ def test_the_first_drafts_of_a_request_are_short():
     assert record.n_most == 2 * N_CAUTIOUS
     record.grow(3, 3)
     assert record.n_most == 2 * N_CAUTIOUS, "a shorter one says nothing of longer ones"
-    for _ in range(5):
+    for _ in range(8):
         record.grow(N_CAUTIOUS, 1)
-    assert record.n_most == N_CAUTIOUS // 2
+    assert record.n_most == N_SHORT < N_CAUTIOUS
 
 
 def test_where_looking_pays_every_step_looks():
     pacing, record = Pacing(), Record()
     pacing.cost.learn(1, 1e-3)
     pacing.cost.learn(9, 2e-3)
-    proposal = Proposal(tokens(*range(8)), 0.9, "lookup")
+    proposal = draft_of(range(8), 0.9)
     for _ in range(50):
         pacing.has_looked(1e-4, has_found=False)
     assert sum(pacing.may_look(1) for _ in range(20)) <= 1
@@ -169,19 +201,27 @@ def test_where_looking_pays_every_step_looks():
 
 
 def own_match(history: np.ndarray) -> tuple[int, int] | None:
-    return longest_match(history[:-1], history)
+    found = longest_match(history[:-1], history)
+    return None if found is None else (found.at, found.n_same)
 
 
 def test_a_text_that_is_shorter_than_the_longest_match_is_searched_to_its_beginning():
     """As texts of other conversations are: the match ends two tokens into a text of 21."""
     text = np.array([7, 8, *range(100, 119)])
     history = np.array([*range(200, 240), 7, 8])
-    assert longest_match(text, history) == (2, 2)
+    found = longest_match(text, history)
+    assert found is not None and (found.at, found.n_same) == (2, 2)
 
 
 def test_the_longest_match_wins_and_of_equals_the_latest():
     assert own_match(tokens(1, 2, 3, 9, 2, 3, 8, 1, 2, 3)) == (3, 3)
     assert own_match(tokens(2, 3, 7, 2, 3, 8, 2, 3)) == (5, 2)
+
+
+def test_of_long_matches_the_longest_wins_too():
+    passage = list(range(100, 200))
+    history = tokens(*passage, 1, *passage[20:], 2, *passage)
+    assert own_match(history) == (100, 100), "the later place has only 80 tokens of it"
 
 
 @pytest.mark.parametrize("history", [(5,), (5, 6), (5, 6, 7, 5), (1, 2, 3, 4)])
@@ -194,15 +234,34 @@ def test_a_text_that_repeats_itself_is_continued_beyond_its_end():
     assert found is not None and found.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1]
 
 
-def test_longer_matches_are_surer():
-    found = [confidence_of(n) for n in range(MIN_MATCH, MAX_MATCH + 1)]
+def confidences(*history: int, n: int = 1) -> list[float]:
+    found = SuffixLookup().propose(tokens(*history), n, "")
+    assert found is not None and len(found.tokens) == n
+    return found.confidences.tolist()
+
+
+def test_the_more_of_the_text_before_a_token_is_the_same_the_surer_it_is():
+    passage = list(range(100, 160))
+    found = [confidences(*passage, 1, *passage[20 - n : 20])[0] for n in range(MIN_MATCH, 20)]
     assert found == sorted(found) and found[0] < found[-1] < 1.0
+    along = confidences(*passage, 1, *passage[:4], n=30)
+    assert along == sorted(along) and along[0] < along[-1] < 1.0
+
+
+def test_where_other_places_go_on_differently_a_token_is_less_sure():
+    same, parted = [1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8]
+    alone = confidences(*same, 0, *same[:5], n=2)
+    agreed = confidences(*same, 9, *same, 0, *same[:5], n=2)
+    doubtful = confidences(*parted, 9, *same, 0, *same[:5], n=2)
+    assert alone[0] < agreed[0] == doubtful[0] and doubtful[1] < alone[1] < agreed[1]
 
 
 def test_a_match_is_what_a_plain_search_finds():
     rng = np.random.default_rng(3)
     for _ in range(200):
         history = rng.integers(0, 4, rng.integers(1, 40)).astype(np.int32)
+        if rng.random() < 0.5:  # matches of more than NEAR tokens
+            history = np.concatenate([history, history, history])
         assert own_match(history) == searched(history.tolist())
 
 

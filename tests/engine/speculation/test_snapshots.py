@@ -1,5 +1,9 @@
 """Drafts that are cut back to snapshots: the same replies, no token decoded twice, and the cache as it is without."""
 
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -8,6 +12,7 @@ from everwarm.engine.settings import EngineSettings
 from everwarm.engine.speculation.draft_length import (
     ANY_LENGTH,
     N_LEARN,
+    ONE_KIND,
     ONE_LENGTH,
     Pacing,
     Record,
@@ -201,7 +206,7 @@ def test_computed_drafts_are_alike_where_steps_should_be():
     hopeless = Record()
     for _ in range(40):
         hopeless.above = pacing.record
-        hopeless.note("mtp", Head.confidence, 1, 0)
+        hopeless.note(Head.source, [ONE_KIND], 0)
     assert pacing.computed_length(Head(), 20, hopeless, shape) == 0
 
 
@@ -215,7 +220,7 @@ def test_a_slow_first_draft_is_not_held_against_the_drafter():
         assert pacing.computed_length(Head(), 20, record, shape) == 3
         pacing.has_computed(seconds, 3)
         pacing.has_stepped(4, 1.2)
-        record.note("mtp", Head.confidence, 2, 1)
+        record.note(Head.source, [ONE_KIND] * 2, 1)
     assert pacing.computed_length(Head(), 20, record, shape) == 3
     dear = Pacing(n_even=3)
     for _ in range(6):
@@ -253,7 +258,7 @@ def drafts_made(n_decisions: int, n_accepted: int) -> list[bool]:
         n = 0 if pacing.is_plain() else pacing.computed_length(Head(), 20, record, shape)
         if n:
             pacing.has_computed(0.28, n)
-            record.note("mtp", Head.confidence, min(3, n_accepted + 1), n_accepted)
+            record.note(Head.source, [ONE_KIND] * min(3, n_accepted + 1), n_accepted)
         pacing.has_stepped(1 + n, 1.0 + 0.07 * n)
         made.append(n > 0)
     return made
@@ -267,6 +272,29 @@ def test_a_head_that_guesses_wrong_is_left_alone_soon_and_asked_again():
     assert any(wrong[128:200]) and not any(wrong[first + 6 : 128])
     right = drafts_made(800, n_accepted=3)
     assert all(right[first:])
+
+
+def lengths_made(chances: Sequence[float]) -> list[int]:
+    """By decision, on a machine where a drafted token takes a quarter of a plain step."""
+    pacing, record, shape = Pacing(n_even=3), Record(), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    rng, made = random.Random(0), []
+    for chance in chances:
+        n = 0 if pacing.is_plain() else pacing.computed_length(Head(), 20, record, shape)
+        if n:
+            n_right = next((i for i in range(n) if rng.random() >= chance), n)
+            pacing.has_computed(0.15 * n, n)
+            record.note(Head.source, [ONE_KIND] * min(n, n_right + 1), n_right)
+        pacing.has_stepped(1 + n, 1.0 + 0.1 * n)
+        made.append(n)
+    return made
+
+
+def test_all_drafts_become_shorter_where_half_are_right_and_longer_again():
+    made = lengths_made([0.5] * 1000 + [0.95] * 1000)
+    half, often = made[200:1000], made[1200:]
+    assert half.count(1) > 0.8 * len(half) and often.count(3) > 0.95 * len(often)
+    drafts = [n for n in made if n]
+    assert sum(a != b for a, b in pairwise(drafts)) <= 12, "a change takes as long as one or two steps"
 
 
 def test_a_step_unlike_the_two_before_teaches_nothing():
@@ -291,8 +319,8 @@ def test_what_can_be_cut_costs_nothing_again():
     cost = {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.3}
     seconds = lambda n: cost.get(int(n), 0.9 + 0.1 * n)  # noqa: E731
     with_snapshots = StepShape(1, 1, n_cut=3, overhead_s=0.0)
-    assert best_length(8, 0.6, with_snapshots, seconds) >= 3
+    assert best_length([0.6] * 8, with_snapshots, seconds) >= 3
     dear = {1: 1.0, 2: 1.5, 3: 1.9, 4: 2.2}
     steep = lambda n: dear.get(int(n), 1.0 + 0.4 * n)  # noqa: E731
     without = StepShape(1, 1, n_cut=0, overhead_s=0.0)
-    assert best_length(3, 0.75, without, steep) <= best_length(3, 0.75, with_snapshots, steep)
+    assert best_length([0.75] * 3, without, steep) <= best_length([0.75] * 3, with_snapshots, steep)

@@ -11,9 +11,12 @@ pay is passed over. Once in a while one is verified all the same, because texts 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.llama.batch import Tokens
@@ -21,11 +24,13 @@ from everwarm.llama.batch import Tokens
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
 NO_MARGIN = 1.0  # where the step before had one
 PRIOR_WEIGHT = 4.0  # tokens that a drafter's own confidence counts for
+_STEADY_PRIOR = 1.0  # the same where a change costs time: what few drafts showed decides
 _ENGINE_WEIGHT = 12.0  # tokens that all earlier requests together count for
 _FORGET = 0.9  # a request's record, for each draft
 _STEADY_WEIGHT, _STEADY_FORGET = 24.0, 0.97  # the same where changing one's mind costs time
 _MOST_KNOWN = 400.0  # tokens, of the engine's record
-N_CAUTIOUS = 8  # tokens of a request's first draft: chances are those of other texts
+N_CAUTIOUS = 16  # tokens of a request's first draft: chances are those of other texts
+N_SHORT = 4  # of a draft after many that were wrong
 N_FIRST = 2  # tokens that are tried before any step was measured
 
 LOOK_SHARE = 0.002  # of a step's time, for looking for drafts
@@ -33,6 +38,7 @@ TRY_AFTER = 128  # drafts of a request that were passed over: then one is verifi
 COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
 N_LEARN = 6  # drafts after which it is known how long one takes
+CHANGE = 3.0  # steps that another length of all drafts must have saved: a change takes as long as one or two
 N_ALIKE = 3  # steps in a row, of which the last takes the time that all further ones take
 SLEEP_AGAIN = 16  # decisions in a row against computing a draft, where the drafter was asked again
 _FADED = 0.1  # what was learned before a sleep counts so much after it
@@ -50,16 +56,27 @@ _UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often distur
 _STEP_SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
 _FIRST_SPIKE = 4.0  # the same where only a guess is known
 
-Key = tuple[str, int]
+ONE_KIND = 0  # of the tokens of a drafter that tells no kinds apart
 
 
 class Proposal(NamedTuple):
-    """``confidence``: the chance that a token is accepted if all before it were, as the drafter believes."""
+    """``confidences``: for each token the chance that it is accepted if all before it were, as the drafter believes.
+    ``kinds``: tokens of one kind share the record of how often they were right."""
 
     tokens: Tokens
-    confidence: float
+    confidences: NDArray[np.float64]
+    kinds: NDArray[np.intp]
     source: str
     is_computed: bool = False  # else it was found
+
+    def first(self, n: int) -> Proposal:
+        return self._replace(tokens=self.tokens[:n], confidences=self.confidences[:n], kinds=self.kinds[:n])
+
+
+def computed_proposal(tokens: Tokens, confidence: float, source: str) -> Proposal:
+    """A draft of a model: its tokens are all of one kind."""
+    n = len(tokens)
+    return Proposal(tokens, np.full(n, confidence), np.full(n, ONE_KIND), source, is_computed=True)
 
 
 @dataclass(slots=True)
@@ -78,41 +95,67 @@ class Tally:
 
 @dataclass(slots=True)
 class Record:
-    """What was accepted of drafts of one kind of confidence. ``above``: the record of all requests, for one of them."""
+    """What was accepted of drafted tokens, by their kind. ``above``: the record of all requests, for one of them."""
 
     above: Record | None = None
     is_steady: bool = False
     n_most: int = N_CAUTIOUS  # tokens of a draft that was found: twice as many after one that was right, half otherwise
     n_passed: int = 0  # drafts in a row that were not worth it
     n_not_computed: int = 0  # the same of those that would have had to be computed
-    _tallies: dict[Key, Tally] = field(default_factory=dict)
+    _tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
+    _passed: Proposal | None = None  # the last one that was not verified
+    _passed_at: int = 0  # tokens before it
 
-    def chance(self, source: str, confidence: float) -> float:
-        """That a token of such a draft is accepted if all before it were."""
-        weight, expected = PRIOR_WEIGHT, confidence
+    def chance(self, source: str, kind: int, confidence: float) -> float:
+        """That a token of this kind is accepted if all before it were."""
+        weight, expected = _STEADY_PRIOR if self.is_steady else PRIOR_WEIGHT, confidence
         if self.above is not None:
             weight = _STEADY_WEIGHT if self.is_steady else _ENGINE_WEIGHT
-            expected = self.above.chance(source, confidence)
-        tally = self._tallies.get(_key(source, confidence))
+            expected = self.above.chance(source, kind, confidence)
+        tally = self._tallies.get((source, kind))
         if tally is None:
             return expected
         return (tally.n_accepted + weight * expected) / (tally.n + weight)
 
-    def note(self, source: str, confidence: float, n_tried: int, n_accepted: int) -> None:
-        """``n_tried``: tokens that were compared: those accepted, and the first that was not."""
-        tally = self._tallies.setdefault(_key(source, confidence), Tally())
+    def chances(self, proposal: Proposal, n: int) -> list[float]:
+        """The same for each of the first ``n`` tokens of a proposal."""
+        kinds, confidences = proposal.kinds[:n].tolist(), proposal.confidences[:n].tolist()
+        believed = dict(zip(kinds, confidences, strict=True))
+        known = {kind: self.chance(proposal.source, kind, confidence) for kind, confidence in believed.items()}
+        return [known[kind] for kind in kinds]
+
+    def pass_over(self, proposal: Proposal, n_before: int) -> None:
+        """It is not verified; what the reply says by itself shows whether it was right."""
+        self._passed, self._passed_at = proposal, n_before
+
+    def learn_from_passed(self, history: Tokens) -> None:
+        """Learns from the beginning of a proposal that was passed over: the next token needs no verification."""
+        passed, self._passed = self._passed, None
+        if passed is not None and len(history) > self._passed_at:
+            is_right = int(passed.tokens[0] == history[self._passed_at])
+            self._note(passed.source, passed.kinds[:1].tolist(), is_right)
+
+    def note(self, source: str, kinds: Sequence[int], n_accepted: int) -> None:
+        """``kinds``: of the tokens that were compared: those accepted, and the first that was not."""
+        self.n_passed = self.n_not_computed = 0
+        self._note(source, kinds, n_accepted)
+
+    def _note(self, source: str, kinds: Sequence[int], n_accepted: int) -> None:
+        for kind in set(kinds):
+            n, n_right = kinds.count(kind), kinds[:n_accepted].count(kind)
+            tally = self._tallies.setdefault((source, kind), Tally())
+            if self.above is not None:
+                tally.scale(_STEADY_FORGET if self.is_steady else _FORGET)
+            elif tally.n > _MOST_KNOWN:
+                tally.scale(0.5)
+            tally.add(n, n_right)
         if self.above is not None:
-            self.n_passed = self.n_not_computed = 0
-            tally.scale(_STEADY_FORGET if self.is_steady else _FORGET)
-            self.above.note(source, confidence, n_tried, n_accepted)
-        elif tally.n > _MOST_KNOWN:
-            tally.scale(0.5)
-        tally.add(n_tried, n_accepted)
+            self.above._note(source, kinds, n_accepted)
 
     def grow(self, n_drafted: int, n_accepted: int) -> None:
         """Sets how long the next draft may be, by what became of this one."""
         if n_accepted < n_drafted:
-            self.n_most = max(N_CAUTIOUS // 2, self.n_most // 2)
+            self.n_most = max(N_SHORT, self.n_most // 2)
         elif n_drafted >= self.n_most:
             self.n_most *= 2
 
@@ -120,10 +163,6 @@ class Record:
         """What was noted until now counts less."""
         for tally in self._tallies.values():
             tally.scale(by)
-
-
-def _key(source: str, confidence: float) -> Key:
-    return source, round(confidence * 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,38 +178,40 @@ class StepShape:
 
 
 def best_length(
-    n_most: int,
-    chance: float,
+    chances: Sequence[float],
     shape: StepShape,
     seconds: Callable[[float], float | None],
     draft_s: float = 0.0,
-    n_least: int = 1,
-    margin: float = MARGIN,
 ) -> int:
-    """How many tokens of a draft to verify; 0: none, it would cost more time than it saves. ``seconds``: of a step with so
-    many rows; ``draft_s``: what each token costs before it is verified."""
+    """How many tokens of a draft to verify; 0: none, it would cost more time than it saves. ``chances``: of each token, if
+    all before it are right; ``seconds``: of a step with so many rows; ``draft_s``: what each token costs before it is
+    verified."""
     plain_s = seconds(shape.n_rows)
     if plain_s is None or plain_s <= 0.0:
-        return max(n_least, min(n_most, N_FIRST))
-    best, best_rate = 0, margin * shape.n_replies / plain_s
-    for n in range(n_least, n_most + 1):
-        rate = rate_of(n, chance, shape, seconds, draft_s)
+        return min(len(chances), N_FIRST)
+    best, best_rate = 0, MARGIN * shape.n_replies / plain_s
+    for n, rate in enumerate(rates(chances, shape, seconds, draft_s), start=1):
         if rate > best_rate:
             best, best_rate = n, rate
     return best
 
 
-def rate_of(
-    n: int, chance: float, shape: StepShape, seconds: Callable[[float], float | None], draft_s: float = 0.0
-) -> float:
-    """Tokens per second that a draft of ``n`` tokens promises; without measured steps, tokens per step."""
-    survives = chance**n
-    expected = n if chance >= 1.0 else chance * (1 - survives) / (1 - chance)
-    plain_s, step_s = seconds(shape.n_rows), seconds(shape.n_rows + n)
-    if plain_s is None or step_s is None:
-        return shape.n_replies + expected
-    again_s = 0.0 if n <= shape.n_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
-    return (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s + n * draft_s)
+def rates(
+    chances: Sequence[float], shape: StepShape, seconds: Callable[[float], float | None], draft_s: float = 0.0
+) -> Iterator[float]:
+    """Tokens per second that a draft of one token promises, one of two, and so on; without measured steps, tokens per
+    step."""
+    plain_s = seconds(shape.n_rows)
+    survives, expected = 1.0, 0.0
+    for n, chance in enumerate(chances, start=1):
+        survives *= chance
+        expected += survives
+        step_s = seconds(shape.n_rows + n)
+        if plain_s is None or step_s is None:
+            yield shape.n_replies + expected
+            continue
+        again_s = 0.0 if n <= shape.n_cut else (1 - survives) * _again(seconds, shape.n_rows, plain_s, expected + 1)
+        yield (shape.n_replies + expected) / (step_s + again_s + shape.overhead_s + n * draft_s)
 
 
 def _again(seconds: Callable[[float], float | None], n_rows: int, plain_s: float, n_again: float) -> float:
@@ -200,15 +241,16 @@ ONE_LENGTH = Rhythm(4, 4, 1024, 4, 3, sleep_after=16, first_sleep=128, longest_s
 
 class Pacing:
     def __init__(self, n_even: int = 0) -> None:
-        """``n_even``: all drafts that are computed have so many tokens; 0: any number. A GPU repeats a step ready-made
-        where the two before it had as many rows; otherwise it takes up to twice as long."""
-        self._n_even = n_even
+        """``n_even``: all drafts that are computed are equally long, and have at most so many tokens; 0: any number. A GPU
+        repeats a step ready-made where the two before it had as many rows; otherwise it takes up to twice as long."""
+        self._n_even = self._n_now = n_even
+        self._foregone = [0.0] * n_even  # steps that drafts of another length would have saved, by length
         self._rhythm = ONE_LENGTH if n_even else ANY_LENGTH
         self._n_forced = self._rhythm.n_forced  # drafts that are still to be computed whatever they promise
         self._n_rows_before = 0  # of the step before
         self._n_alike = 0  # steps in a row with so many
         self.cost = StepCost()
-        self.record = Record()  # of all requests
+        self.record = Record(is_steady=n_even > 0)  # of all requests
         self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
         self._look_s = 2e-5
         self._draft_s: float | None = None  # for each token of a draft that is computed
@@ -260,7 +302,8 @@ class Pacing:
 
     def judge(self, proposal: Proposal, record: Record, n_drafted: int, n_accepted: int) -> None:
         """Learns from a draft that was verified: of so many tokens so many were accepted."""
-        record.note(proposal.source, proposal.confidence, min(n_drafted, n_accepted + 1), n_accepted)
+        n_compared = min(n_drafted, n_accepted + 1)
+        record.note(proposal.source, proposal.kinds[:n_compared].tolist(), n_accepted)
         if proposal.is_computed:
             return
         record.grow(n_drafted, n_accepted)
@@ -271,8 +314,7 @@ class Pacing:
     def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:
         """How many tokens of a proposal are verified. ``record``: of its request."""
         record.above = self.record
-        chance = record.chance(proposal.source, proposal.confidence)
-        n = best_length(min(len(proposal.tokens), record.n_most), chance, shape, self.cost.seconds)
+        n = best_length(record.chances(proposal, record.n_most), shape, self.cost.seconds)
         if n == 0:
             record.n_passed += 1
             n = min(N_TRIED, len(proposal.tokens)) if record.n_passed >= TRY_AFTER else 0
@@ -285,19 +327,41 @@ class Pacing:
             self._sleep()
             return 0
         n_most = min(n_most, self._n_even or drafter.n_most)
-        n_least = n_most if self._n_even else 1
-        chance = self._chance(drafter, record)
-        margin = NO_MARGIN if self._n_even and self._has_drafted else MARGIN
-        n = best_length(n_most, chance, shape, self.cost.seconds, self._draft_s or 0.0, n_least, margin)
+        chances = [self._chance(drafter, record)] * n_most
+        draft_s = self._draft_s or 0.0
+        n = (
+            self._even_length(chances, shape)
+            if self._n_even
+            else best_length(chances, shape, self.cost.seconds, draft_s)
+        )
         self._has_drafted = n > 0
         self._n_unused = 0 if n else self._n_unused + 1
         if n == 0:
             record.n_not_computed += 1
             is_tried = record.n_not_computed >= COMPUTE_AFTER or self._n_forced > 0
-            n = max(n_least, min(N_TRIED, n_most)) if is_tried else 0
+            n = min(self._n_now or N_TRIED, n_most) if is_tried else 0
         elif self._n_computed > N_LEARN:
             self._n_sleep = None  # it pays again
         return n
+
+    def _even_length(self, chances: Sequence[float], shape: StepShape) -> int:
+        """How many tokens all drafts have now; 0: with no length would they pay. The length changes where the present one
+        does not pay and another does, or once another one would have saved what a change costs."""
+        n_now, plain_s = min(self._n_now, len(chances)), self.cost.seconds(shape.n_rows)
+        if plain_s is None:
+            return n_now
+        promised = list(rates(chances, shape, self.cost.seconds, self._draft_s or 0.0))
+        plain = (NO_MARGIN if self._has_drafted else MARGIN) * shape.n_replies / plain_s
+        best = max(range(len(promised)), key=promised.__getitem__)
+        if promised[best] <= plain:
+            return 0
+        if len(promised) < self._n_even:  # the end of a reply
+            return n_now
+        now = promised[n_now - 1]
+        self._foregone = [max(0.0, f + rate / now - 1) for f, rate in zip(self._foregone, promised, strict=True)]
+        if now <= plain or self._foregone[best] > CHANGE:
+            self._n_now, self._foregone = best + 1, [0.0] * self._n_even
+        return self._n_now
 
     @property
     def is_computing(self) -> bool:
@@ -331,13 +395,14 @@ class Pacing:
         self, proposal: Proposal, n: int, drafter: ComputingDrafter, n_computed: int, record: Record, shape: StepShape
     ) -> bool:
         """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found."""
-        found = rate_of(n, record.chance(proposal.source, proposal.confidence), shape, self.cost.seconds)
-        chance, draft_s = self._chance(drafter, record), self._draft_s or 0.0
-        return rate_of(n_computed, chance, shape, self.cost.seconds, draft_s) > found
+        *_, found = rates(record.chances(proposal, n), shape, self.cost.seconds)
+        chances, draft_s = [self._chance(drafter, record)] * n_computed, self._draft_s or 0.0
+        *_, computed = rates(chances, shape, self.cost.seconds, draft_s)
+        return computed > found
 
     @staticmethod
     def _chance(drafter: ComputingDrafter, record: Record) -> float:
-        return record.chance(drafter.source, drafter.confidence)
+        return record.chance(drafter.source, ONE_KIND, drafter.confidence)
 
 
 class StepCost:

@@ -4,6 +4,9 @@ conversations of its namespace in the prefix tree, or on disk.
 Of the own text nothing is kept and nothing has to be built: it is searched for its own end, which takes some ten
 microseconds for tens of thousands of tokens. The longest match wins, of equals the latest.
 
+How sure a drafted token is depends on how much of the text before it is the same in both places, and on the other places
+where the text was like this: whether they all went on with this token, or parted here.
+
 The newest texts of a namespace, up to ``MOST_TOKENS``, are searched in the same way. They are gathered from the tree
 when it has changed, at most once in ``GATHER_EVERY`` looks, so they follow what is kept and what is evicted, and cost
 4 bytes per token. Namespaces share nothing. What is only on disk is searched where the tree has nothing.
@@ -16,8 +19,10 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from everwarm.engine.speculation.draft_length import Proposal
 from everwarm.engine.tiers.lower_tiers import LowerTiers
@@ -27,10 +32,16 @@ from everwarm.state.tree import Node, Tree
 
 WINDOW = 1 << 16  # tokens that are searched: the last ones
 MIN_MATCH = 2  # a single token says too little
-MAX_MATCH = 32
-MOST_PLACES = 256  # that are compared: the last ones
-_CONFIDENCE = {2: 0.4, 3: 0.55, 4: 0.65}  # by the length of the match; the record of what was accepted corrects it
-_SURE = ((24, 0.98), (16, 0.96), (12, 0.93), (8, 0.88), (5, 0.8))
+NEAR = 32  # tokens before every place that are compared
+MAX_MATCH = 256  # before those places where all of these are the same,
+MOST_LONG = 16  # of which the last ones
+MOST_PLACES = 256  # that are compared: the last ones too
+# Kinds of drafted tokens: how many tokens before it are the same, in these steps, and what the other places say.
+_LENGTHS = np.array((2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192))
+_N_SAYINGS = 3
+_ALONE, _AGREED, _PARTED = range(_N_SAYINGS)  # no other place; all others go on so; some go on with another token
+_RISKS = np.array((1.5, 1.0, 3.0))  # by what they say, over the length: that the next token is another one
+_MOST_RISK = 0.6
 MOST_TOKENS = 1 << 15
 MOST_NODES = 1 << 11  # that are looked at
 MOST_NAMESPACES = 16
@@ -48,28 +59,45 @@ class SuffixLookup:
         found = longest_match(tokens[:-1], tokens)
         if found is None or n < 1:
             return None
-        at, n_match = found
-        return Proposal(_continued(tokens, at, n), confidence_of(n_match), "lookup")
+        return _proposal(tokens, found, _continued(tokens, found.at, n), "lookup")
 
     def forget(self) -> None:
         """Nothing is kept."""
 
 
-def longest_match(text: Tokens, history: Tokens) -> tuple[int, int] | None:
-    """Where the longest match of the history's end in a text is over, and its length; of equals the last one."""
+class TextMatch(NamedTuple):
+    """Where a text was as the history is at its end."""
+
+    at: int  # where it goes on
+    n_same: int  # tokens before that
+    others: NDArray[np.intp]  # where else at least ``MIN_OTHERS`` tokens are the same
+
+
+def longest_match(text: Tokens, history: Tokens) -> TextMatch | None:
+    """Of equals the last one."""
     last = len(history) - 1
     if min(last, len(text) - 1) < MIN_MATCH - 1:
         return None
     pairs = (text[1:] == history[last]) & (text[:-1] == history[last - 1])
-    ends = np.flatnonzero(pairs)[-MOST_PLACES:] + 1
-    if not len(ends):
+    places = np.flatnonzero(pairs)[-MOST_PLACES:] + 2
+    if not len(places):
         return None
-    back = np.arange(min(MAX_MATCH, last + 1))
-    before = ends[:, None] - back
-    is_same = (text[np.maximum(before, 0)] == history[last - back]) & (before >= 0)
-    lengths = np.where(is_same.all(axis=1), len(back), is_same.argmin(axis=1))
-    n_match = int(lengths.max())
-    return int(ends[lengths == n_match][-1]) + 1, n_match
+    lengths = _n_same(text, history, places, NEAR)
+    n_same, candidates = int(lengths.max()), places[lengths == lengths.max()]
+    if n_same == NEAR:
+        candidates = candidates[-MOST_LONG:]
+        further = _n_same(text, history, candidates, MAX_MATCH)
+        n_same, candidates = int(further.max()), candidates[further == further.max()]
+    at = int(candidates[-1])
+    return TextMatch(at, n_same, places[(lengths >= min(MIN_OTHERS, n_same)) & (places != at)])
+
+
+def _n_same(text: Tokens, history: Tokens, places: NDArray[np.intp], n_most: int) -> NDArray[np.intp]:
+    """How many tokens before each place are as the history's last ones."""
+    back = np.arange(1, min(n_most, len(history)) + 1)
+    before = places[:, None] - back
+    is_same = (text[np.maximum(before, 0)] == history[len(history) - back]) & (before >= 0)
+    return np.where(is_same.all(axis=1), len(back), is_same.argmin(axis=1))
 
 
 def _continued(tokens: Tokens, at: int, n: int) -> Tokens:
@@ -78,9 +106,24 @@ def _continued(tokens: Tokens, at: int, n: int) -> Tokens:
     return following if len(following) == n else np.resize(following, n)
 
 
-def confidence_of(n_match: int) -> float:
-    found = next((confidence for least, confidence in _SURE if n_match >= least), None)
-    return _CONFIDENCE[n_match] if found is None else found
+def _proposal(text: Tokens, match: TextMatch, tokens: Tokens, source: str) -> Proposal:
+    lengths = np.minimum(match.n_same + np.arange(len(tokens)), MAX_MATCH)
+    steps = np.searchsorted(_LENGTHS, lengths, side="right") - 1
+    sayings = _sayings(text, match.others, tokens)
+    confidences = 1.0 - np.minimum(_RISKS[sayings] / _LENGTHS[steps], _MOST_RISK)
+    return Proposal(tokens, confidences, steps * _N_SAYINGS + sayings, source)
+
+
+def _sayings(text: Tokens, others: NDArray[np.intp], tokens: Tokens) -> NDArray[np.intp]:
+    """For each drafted token what the other places say that agree with all before it."""
+    at = others[:, None] + np.arange(len(tokens))
+    following = text[np.minimum(at, len(text) - 1)]
+    is_text = (at < len(text)) & (following != GAP)
+    is_same = is_text & (following == tokens)
+    agreed = np.logical_and.accumulate(is_same, axis=1)
+    agreed_before = np.hstack([np.ones((len(others), 1), bool), agreed[:, :-1]])
+    has_parted = (agreed_before & is_text & ~is_same).any(axis=0)
+    return np.where(has_parted, _PARTED, np.where(agreed.any(axis=0), _AGREED, _ALONE))
 
 
 @dataclass(slots=True)
@@ -178,11 +221,10 @@ class TreeLookup:
 
 def _proposed(texts: Tokens, history: Tokens, n: int, source: str) -> Proposal | None:
     found = longest_match(texts, history)
-    if found is None or found[1] < MIN_OTHERS:
+    if found is None or found.n_same < MIN_OTHERS:
         return None
-    at, n_match = found
-    tokens = texts[at : at + n]
-    return Proposal(tokens, confidence_of(n_match), source) if len(tokens) else None
+    tokens = texts[found.at : found.at + n]
+    return _proposal(texts, found, tokens, source) if len(tokens) else None
 
 
 def gathered(root: Node) -> Tokens:

@@ -28,7 +28,7 @@ from everwarm.engine.process.reply_text import probabilities_of
 from everwarm.engine.request import NewToken, Probs, Request
 from everwarm.engine.scheduling.scheduler import Grant
 from everwarm.engine.slots import Slot
-from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape
+from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape, computed_proposal
 from everwarm.engine.speculation.lookup import SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.engine.stats import EngineStats
@@ -145,7 +145,7 @@ class Speculator:
         for choice in chosen:
             proposal = choice.proposal or computed.get(choice.slot.seq)
             if proposal is not None:
-                found[choice.grant.slot] = proposal._replace(tokens=proposal.tokens[: choice.n])
+                found[choice.grant.slot] = proposal.first(choice.n)
         is_even = len({grant.n_tokens + _n_drafted(found, grant) for grant in grants}) == 1
         return {
             i: draft
@@ -183,6 +183,8 @@ class Speculator:
         record, pacing = request.draft_record, self.pacing
         proposal = self._proposed(request, n_most) if may_look else None
         n = 0 if proposal is None else pacing.length(proposal, record, shape)
+        if proposal is not None and n == 0:
+            record.pass_over(proposal, request.n_items)
         found = None if proposal is None or n == 0 else _Choice(slot, request, grant, n, proposal)
         if self.computing is None:
             return found
@@ -210,18 +212,19 @@ class Speculator:
         for choice in choices:
             tokens = self._allowed(choice.request, np.array(drafted.get(choice.slot.seq, []), np.int32))
             if len(tokens):
-                found[choice.slot.seq] = Proposal(tokens, computing.confidence, computing.source, is_computed=True)
+                found[choice.slot.seq] = computed_proposal(tokens, computing.confidence, computing.source)
         return found
 
     def _proposed(self, request: Request, n: int) -> Proposal | None:
         """What was found that promises most."""
         history = request.tokens(0, request.n_items)
+        request.draft_record.learn_from_passed(history)
         found = (drafter.propose(history, n, request.ask.namespace) for drafter in self.drafters)
         best = max((p for p in found if p is not None), key=_promise, default=None)
         if best is None:
             return None
-        tokens = self._allowed(request, best.tokens)
-        return best._replace(tokens=tokens) if len(tokens) else None
+        n_allowed = len(self._allowed(request, best.tokens))
+        return best.first(n_allowed) if n_allowed else None
 
     def _allowed(self, request: Request, tokens: Tokens) -> Tokens:
         """The beginning of a draft, as far as the reply may be so."""
@@ -327,8 +330,7 @@ def _n_replies(grants: Sequence[Grant], slots: Sequence[Slot]) -> int:
 
 def _promise(proposal: Proposal) -> float:
     """Tokens that are expected of it."""
-    c = proposal.confidence
-    return c * (1 - c ** len(proposal.tokens)) / (1 - c) if c < 1.0 else float(len(proposal.tokens))
+    return float(np.cumprod(proposal.confidences).sum())
 
 
 def n_valid(tokens: Tokens, eog: frozenset[int]) -> int:
