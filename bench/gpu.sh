@@ -1,7 +1,7 @@
 #!/bin/sh
 # Everwarm beside llama-server on this machine's GPU; needs cmake, the CUDA toolkit and 30 GB in $MODEL_DIR, and no network.
 #   bench/gpu.sh SOURCE [PHASE ...]     SOURCE: llama.cpp at the pinned tag, as `make libllama-cuda` unpacks it
-#   bench/gpu.sh SOURCE acceptance      drafts by an MTP head, at the same acceptance on both servers
+#   bench/gpu.sh SOURCE acceptance [OPTION ...]     drafts by an MTP head, at the same acceptance on both servers
 set -eu
 source=${1:?give the folder of llama.cpp at the pinned tag}
 shift
@@ -24,5 +24,5 @@ test -f "$model" || "$python" -m bench.big_model "$model" $mtp
 EVERWARM_LIBLLAMA=$PWD/$build/bin/libllama.so
 case "$build" in /*) EVERWARM_LIBLLAMA=$build/bin/libllama.so ;; esac
 export EVERWARM_LIBLLAMA
-test -z "$mtp" || exec "$python" -m bench.acceptance --model "$model" --llama-server "$build/bin/llama-server"
+test -z "$mtp" || { shift; exec "$python" -m bench.acceptance --model "$model" --llama-server "$build/bin/llama-server" "$@"; }
 exec "$python" -m bench.gpu --model "$model" --llama-server "$build/bin/llama-server" --out "$out" "$@"
