@@ -1,5 +1,6 @@
 """Drafts that are looked up, by simulation: the engine itself and the texts of ``speculation``, on machines whose steps
-cost what a table says. No clock is read, so the figures are the same on any machine; ``python -m bench lookup``.
+cost what a table says. No clock is read, so the figures are the same on any machine with the same Python, whose library is
+one of the texts; ``python -m bench lookup``.
 
 The CPU's costs were measured: a q8_0 model of 100 MB on one thread, AVX2 (the wheel) and AVX-512 (``everwarm backend
 install native``). The GPU's are those of an H200 up to four rows, and made up beyond.

@@ -162,7 +162,8 @@ def _noise(rng: random.Random) -> tuple[str, str, str]:
 
 
 def _library_edit(rng: random.Random) -> tuple[str, str, str]:
-    """Real code: a passage of Python's own library, of which one line goes, one comes and one is written otherwise."""
+    """Real code: a passage of Python's own library; every ninth line is left out, one is added, and every sixth says
+    ``this`` where it said ``self``."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     lines: list[str] = []
     while len(lines) < 300:

@@ -1,5 +1,6 @@
 """How long drafts are: from what was accepted and what a step costs. No clock, no model."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
 
@@ -22,7 +23,21 @@ from everwarm.engine.speculation.draft_length import (
     StepShape,
     best_length,
 )
-from everwarm.engine.speculation.lookup import MAX_MATCH, MIN_MATCH, SuffixLookup, longest_match
+from everwarm.engine.speculation.lookup import (
+    _ALL_AGREE,
+    _MIN_OTHER,
+    _N_AGREEMENTS,
+    _NO_OTHER,
+    _SOME_DIFFER,
+    MAX_MATCH,
+    MIN_MATCH,
+    MOST_FAR,
+    MOST_OTHERS,
+    WINDOW,
+    SuffixLookup,
+    longest_match,
+)
+from everwarm.engine.speculation.speculator import _promise
 from support.drafts import draft_of
 
 ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
@@ -105,6 +120,38 @@ def test_what_a_reply_says_by_itself_shows_whether_a_passed_draft_was_right():
         assert chance > 0.85 if token == 5 else chance < 0.15
         assert (Record(above=record.above).chance(proposal.source, ONE_KIND, 0.5) > 0.5) == (token == 5)
         record = Record(above=Record())
+
+
+def test_a_text_that_became_shorter_says_nothing_of_what_was_passed_over():
+    """Its context was shifted: what stands at the draft's place later is another text."""
+    record = Record(above=Record())
+    record.pass_over(draft_of([5, 6], 0.5), 20)
+    record.learn_from_passed(tokens(*[5] * 10))
+    record.learn_from_passed(tokens(*[5] * 30))
+    assert record.chance("scripted", ONE_KIND, 0.5) == 0.5
+    record.pass_over(draft_of([5, 6], 0.5), 20)
+    record.learn_from_passed(tokens(*[5] * 30))
+    assert record.chance("scripted", ONE_KIND, 0.5) > 0.5, "the control"
+
+
+def test_where_drafts_are_alike_one_token_says_more_of_a_head_than_of_a_kind_of_lookup():
+    everyone = Record(is_steady=True)
+    for kind in (ONE_KIND, 7):
+        Record(above=everyone).note("any", [kind], 0)
+    assert everyone.chance("any", ONE_KIND, 0.8) == pytest.approx(0.4)
+    assert everyone.chance("any", 7, 0.8) == pytest.approx(0.64)
+
+
+def test_the_beginning_of_a_proposal_is_one():
+    first = draft_of([5, 6, 7], 0.5)._replace(confidences=np.array([0.1, 0.2, 0.3]), kinds=np.array([1, 2, 3])).first(2)
+    assert (first.tokens.tolist(), first.confidences.tolist(), first.kinds.tolist()) == ([5, 6], [0.1, 0.2], [1, 2])
+
+
+def test_of_two_drafts_the_one_with_more_tokens_that_are_likely_right_promises_more():
+    short, long = draft_of([1, 2], 0.9), draft_of(range(8), 0.5)
+    assert _promise(short) == pytest.approx(0.9 + 0.81) and _promise(long) < 1.0
+    doubtful = long._replace(confidences=np.array([0.5, *[0.99] * 7]))
+    assert _promise(long) < _promise(short) < _promise(doubtful)
 
 
 def test_passed_over_for_long_a_draft_is_tried_again():
@@ -201,7 +248,7 @@ def test_where_looking_pays_every_step_looks():
 
 
 def own_match(history: np.ndarray) -> tuple[int, int] | None:
-    found = longest_match(history[:-1], history)
+    found = longest_match(history, history)
     return None if found is None else (found.at, found.n_same)
 
 
@@ -224,14 +271,46 @@ def test_of_long_matches_the_longest_wins_too():
     assert own_match(history) == (100, 100), "the later place has only 80 tokens of it"
 
 
-@pytest.mark.parametrize("history", [(5,), (5, 6), (5, 6, 7, 5), (1, 2, 3, 4)])
+def test_of_many_long_matches_only_the_last_are_compared_to_their_beginning():
+    passage = list(range(100, 200))
+    for n_later, n_same in ((MOST_FAR - 1, 100), (MOST_FAR, 40)):
+        later = [code for i in range(n_later) for code in (i, *passage[60:])]
+        found = own_match(tokens(*passage, *later, 99, *passage))
+        assert found is not None and found[1] == n_same
+
+
+@pytest.mark.parametrize("history", [(), (5,), (5, 6), (5, 5), (5, 6, 7, 5), (1, 2, 3, 4)])
 def test_too_short_a_match_proposes_nothing(history):
     assert SuffixLookup().propose(tokens(*history), 4, "") is None
 
 
-def test_a_text_that_repeats_itself_is_continued_beyond_its_end():
-    found = SuffixLookup().propose(tokens(1, 2, 3, 1, 2, 3, 1, 2, 3), 7, "")
-    assert found is not None and found.tokens.tolist() == [1, 2, 3, 1, 2, 3, 1]
+@pytest.mark.parametrize(
+    ("history", "drafted"),
+    [((5, 5, 5), [5] * 7), ((1, 2, 3, 1, 2, 3, 1, 2, 3), [1, 2, 3, 1, 2, 3, 1]), ((4, 5, 4, 5), [4, 5, 4, 5, 4, 5, 4])],
+)
+def test_a_text_that_repeats_itself_is_continued_beyond_its_end(history, drafted):
+    found = SuffixLookup().propose(tokens(*history), 7, "")
+    assert found is not None and found.tokens.tolist() == drafted
+    assert len(found.confidences) == len(found.kinds) == 7
+
+
+def test_an_image_is_no_part_of_a_draft():
+    image = -77
+    found = SuffixLookup().propose(tokens(1, 2, 3, 8, 9, image, 4, 1, 2, 3), 5, "")
+    assert found is not None and found.tokens.tolist() == [8, 9] and len(found.kinds) == 2
+    assert SuffixLookup().propose(tokens(1, 2, 3, image, 4, 1, 2, 3), 5, "") is None
+    found = SuffixLookup().propose(tokens(2, 3, 8, 1, 2, 3, image, 4, 1, 2, 3), 1, "")
+    assert found is not None and found.tokens.tolist() == [8], "a shorter match that goes on with a token"
+
+
+@pytest.mark.parametrize("period", [1, 2, 40])
+def test_a_search_is_bounded_in_a_text_that_repeats_itself(period):
+    history = (np.arange(WINDOW + 100) % period).astype(np.int32)
+    found = longest_match(history, history)
+    assert found is not None and found.n_same == MAX_MATCH and len(found.others) == MOST_OTHERS
+    proposal = SuffixLookup().propose(history, 32, "")
+    assert proposal is not None and proposal.tokens.tolist() == [(len(history) + i) % period for i in range(32)]
+    assert proposal.confidences.min() > 0.99
 
 
 def confidences(*history: int, n: int = 1) -> list[float]:
@@ -257,12 +336,42 @@ def test_where_other_places_go_on_differently_a_token_is_less_sure():
 
 
 def test_a_match_is_what_a_plain_search_finds():
+    for history in random_histories(200):
+        assert own_match(history) == searched(history.tolist())
+
+
+def test_whether_other_places_agree_is_what_a_plain_search_finds():
+    seen: dict[int, int] = {}
+    for history in random_histories(400):
+        proposal = SuffixLookup().propose(history, 9, "")
+        if proposal is not None:
+            found = (proposal.kinds % _N_AGREEMENTS).tolist()
+            assert found == agreements(history.tolist(), proposal.tokens.tolist())
+            seen |= {agreement: seen.get(agreement, 0) + 1 for agreement in found}
+    assert min(seen[agreement] for agreement in (_NO_OTHER, _ALL_AGREE, _SOME_DIFFER)) > 20
+
+
+def random_histories(n: int) -> Iterator[np.ndarray]:
     rng = np.random.default_rng(3)
-    for _ in range(200):
+    for _ in range(n):
         history = rng.integers(0, 4, rng.integers(1, 40)).astype(np.int32)
         if rng.random() < 0.5:  # matches of more than NEAR tokens
             history = np.concatenate([history, history, history])
-        assert own_match(history) == searched(history.tolist())
+        yield history
+
+
+def agreements(history: list[int], drafted: list[int]) -> list[int]:
+    """For each token of a draft, by what stands behind all other places where the text was like this."""
+    match = searched(history)
+    assert match is not None
+    at, n_same = match
+    need = min(_MIN_OTHER, n_same)
+    places = [i for i in range(need, len(history)) if i != at and history[i - need : i] == history[-need:]]
+    found = []
+    for i, token in enumerate(drafted):
+        nexts = {history[p + i] for p in places if p + i < len(history) and history[p : p + i] == drafted[:i]}
+        found.append(_SOME_DIFFER if nexts - {token} else _ALL_AGREE if nexts else _NO_OTHER)
+    return found
 
 
 def searched(history: list[int]) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from everwarm.engine.memory_plan import N_SNAPSHOTS, MemoryShape, _snapshots
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.speculation.draft_length import (
     ANY_LENGTH,
+    CHANGE_AFTER,
     N_LEARN,
     ONE_KIND,
     ONE_LENGTH,
@@ -295,6 +296,45 @@ def test_all_drafts_become_shorter_where_half_are_right_and_longer_again():
     assert half.count(1) > 0.8 * len(half) and often.count(3) > 0.95 * len(often)
     drafts = [n for n in made if n]
     assert sum(a != b for a, b in pairwise(drafts)) <= 12, "a change takes as long as one or two steps"
+
+
+def known_rows(*costs: tuple[int, float]) -> Pacing:
+    pacing = Pacing(n_even=3)
+    for n_rows, seconds in costs:
+        for _ in range(20):
+            pacing.has_stepped(n_rows, seconds)
+    return pacing
+
+
+def test_a_draft_that_cannot_be_as_long_as_the_others_changes_nothing_for_them():
+    """At a reply's end, or of a request that limits its drafts."""
+    shape = StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    pacing = known_rows((1, 1.0), (2, 1.2), (3, 3.0), (4, 1.5))
+    for _ in range(50):
+        assert pacing.computed_length(Head(), 2, Record(), shape) == 1, "two tokens do not pay, one does"
+        assert pacing.computed_length(Head(), 1, Record(), shape) == 1
+    assert pacing.computed_length(Head(), 3, Record(), shape) == 3
+
+
+def test_another_length_is_taken_once_it_would_have_saved_a_change_and_at_once_where_this_one_does_not_pay():
+    shape = StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
+    pacing = known_rows((1, 1.0), (2, 1.2), (3, 1.6), (4, 2.2))
+    lengths = [pacing.computed_length(Head(), 3, Record(), shape) for _ in range(60)]
+    first = lengths.index(1)
+    assert lengths == [3] * first + [1] * (60 - first)
+    a_step = (1 + 0.75) / 1.2 / ((1 + 0.75 + 0.75**2 + 0.75**3) / 2.2) - 1
+    assert first == pytest.approx(CHANGE_AFTER / a_step, abs=1.5)
+    pacing = known_rows((1, 1.0), (2, 1.2), (3, 1.6), (4, 3.0))
+    assert pacing.computed_length(Head(), 3, Record(), shape) == 1
+
+
+def test_drafts_begin_only_where_they_clearly_pay_and_go_on_while_they_pay_at_all():
+    pacing = known_rows((1, 1.0), (2, 1.7), (3, 2.2), (4, 2.48))
+    for _ in range(ONE_LENGTH.n_forced):
+        pacing.has_computed(0.0, 3)
+    clear, slight = (StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=overhead_s) for overhead_s in (0.0, 0.17))
+    lengths = [pacing.computed_length(Head(), 3, Record(), shape) for shape in (slight, clear, slight, slight)]
+    assert lengths == [0, 3, 3, 3]  # 1.10 and 1.03 times as many tokens per second
 
 
 def test_a_step_unlike_the_two_before_teaches_nothing():

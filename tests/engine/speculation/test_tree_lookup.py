@@ -59,6 +59,30 @@ def test_a_match_across_the_ends_of_two_texts_is_none():
     assert proposed(TreeLookup(tree_with([7, *END[:2]], [*END[2:], 11, 12]), Nothing())) is None
 
 
+def test_a_draft_ends_where_its_text_does():
+    found = TreeLookup(tree_with([7, *END, 11, 12], [20, 21, 22, 23]), Nothing()).propose(
+        np.array(END, np.int32), 5, HERE
+    )
+    assert found is not None and found.tokens.tolist() == [11, 12] and len(found.confidences) == len(found.kinds) == 2
+
+
+@pytest.mark.parametrize("more", [[], [[20, 21, 22, 23]]])
+def test_a_text_that_ends_where_the_reply_is_does_not_hide_others(more):
+    """As the kept text of the conversation itself does: it matches further than any other, and does not go on."""
+    assert proposed(TreeLookup(tree_with([7, *END, 11, 12, 13], [1, 2, *END], *more), Nothing())) == [11, 12, 13]
+
+
+def test_where_the_texts_of_other_conversations_end_they_do_not_disagree():
+    agreed, ended, parted = [8, *END, 11, 12], [8, *END, 11], [8, *END, 11, 14]
+    sure = {}
+    for name, other in (("agreed", agreed), ("ended", ended), ("parted", parted)):
+        found = TreeLookup(tree_with(other, [2, *END, 11, 12, 13]), Nothing()).propose(np.array(END, np.int32), 3, HERE)
+        assert found is not None and found.tokens.tolist() == [11, 12, 13]
+        sure[name] = found.confidences.tolist()
+    assert sure["agreed"][0] == sure["ended"][0] == sure["parted"][0]
+    assert sure["agreed"][1] > sure["ended"][1] > sure["parted"][1]
+
+
 def test_texts_are_gathered_again_when_the_tree_has_changed_but_not_at_every_look():
     tree = tree_with([7, 8, 9])
     lookup = TreeLookup(tree, Nothing())

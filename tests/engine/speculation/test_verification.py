@@ -8,9 +8,9 @@ import pytest
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken, Result
-from everwarm.engine.speculation.draft_length import Pacing
+from everwarm.engine.speculation.draft_length import ONE_KIND, Pacing, Proposal, Record, StepShape
 from everwarm.llama.constraints.matcher import ConstraintCompiler
-from support.drafts import Scripted, always_draft, drafting_core, recorded_drafts
+from support.drafts import EveryStep, Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (
     NEAR_TIE,
     STATEFUL,
@@ -114,6 +114,41 @@ def test_the_next_turn_continues_from_the_same_point(arch):
         always_draft(core, Scripted([[*prompt, *reply]], [1, 3, 0], 4))
         run(core, prompt, 30)
         assert run(core, following, 4).n_cached == expected == len(prompt) + 29
+
+
+class AtMost(EveryStep):
+    """Verifies the first ``n`` tokens of every draft."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self._n = n
+
+    def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:
+        return min(self._n, super().length(proposal, record, shape))
+
+
+def test_as_many_tokens_of_a_draft_are_verified_as_pay():
+    prompt, n = text(1, 60), 40
+    alone = plain("qwen35", prompt, n)
+    with drafting_core(n_slots=1) as core:
+        always_draft(core, Scripted([[*prompt, *alone.tokens]], PATTERNS["right"], 4))
+        core.speculator.pacing = AtMost(2)
+        feeds = recorded_drafts(core)
+        assert run(core, prompt, n).tokens == alone.tokens
+        assert {feed.n_draft for feed in feeds[:-1]} == {2}
+
+
+@pytest.mark.parametrize("pattern", ["right", "wrong"])
+def test_a_draft_that_is_passed_over_is_learned_from(pattern):
+    prompt, n = text(1, 60), 40
+    alone = plain("qwen35", prompt, n)
+    with drafting_core(n_slots=1) as core:
+        always_draft(core, Scripted([[*prompt, *alone.tokens]], PATTERNS[pattern], 4))
+        core.speculator.pacing = AtMost(0)
+        result = run(core, prompt, n)
+        chance = core.speculator.pacing.record.chance("scripted", ONE_KIND, 0.5)
+    assert result.tokens == alone.tokens and result.n_drafted == 0
+    assert chance > 0.9 if pattern == "right" else chance < 0.1
 
 
 def test_deterministic_requests_do_not_speculate():

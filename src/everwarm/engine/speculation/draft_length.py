@@ -24,7 +24,7 @@ from everwarm.llama.batch import Tokens
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
 NO_MARGIN = 1.0  # where the step before had one
 PRIOR_WEIGHT = 4.0  # tokens that a drafter's own confidence counts for
-_STEADY_PRIOR = 1.0  # the same where a change costs time: what few drafts showed decides
+_STEADY_PRIOR = 1.0  # the same of a head where a change costs time: its tokens are of one kind, so a few show enough
 _ENGINE_WEIGHT = 12.0  # tokens that all earlier requests together count for
 _FORGET = 0.9  # a request's record, for each draft
 _STEADY_WEIGHT, _STEADY_FORGET = 24.0, 0.97  # the same where changing one's mind costs time
@@ -38,7 +38,7 @@ TRY_AFTER = 128  # drafts of a request that were passed over: then one is verifi
 COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
 N_LEARN = 6  # drafts after which it is known how long one takes
-CHANGE = 3.0  # steps that another length of all drafts must have saved: a change takes as long as one or two
+CHANGE_AFTER = 3.0  # steps that another length of all drafts would have saved: a change takes as long as one or two
 N_ALIKE = 3  # steps in a row, of which the last takes the time that all further ones take
 SLEEP_AGAIN = 16  # decisions in a row against computing a draft, where the drafter was asked again
 _FADED = 0.1  # what was learned before a sleep counts so much after it
@@ -56,12 +56,13 @@ _UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often distur
 _STEP_SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
 _FIRST_SPIKE = 4.0  # the same where only a guess is known
 
-ONE_KIND = 0  # of the tokens of a drafter that tells no kinds apart
+ONE_KIND = -1  # of all tokens that are computed; those that are looked up are of many kinds
 
 
 class Proposal(NamedTuple):
-    """``confidences``: for each token the chance that it is accepted if all before it were, as the drafter believes.
-    ``kinds``: tokens of one kind share the record of how often they were right."""
+    """A draft as it is proposed. ``confidences``: for each token the chance that it is accepted if all before it were, as
+    the drafter believes. ``kinds``: tokens of one kind have the same confidence, and share a record of how often they
+    were right."""
 
     tokens: Tokens
     confidences: NDArray[np.float64]
@@ -70,11 +71,12 @@ class Proposal(NamedTuple):
     is_computed: bool = False  # else it was found
 
     def first(self, n: int) -> Proposal:
+        """Its first ``n`` tokens."""
         return self._replace(tokens=self.tokens[:n], confidences=self.confidences[:n], kinds=self.kinds[:n])
 
 
 def computed_proposal(tokens: Tokens, confidence: float, source: str) -> Proposal:
-    """A draft of a model: its tokens are all of one kind."""
+    """A draft of a head or a draft model."""
     n = len(tokens)
     return Proposal(tokens, np.full(n, confidence), np.full(n, ONE_KIND), source, is_computed=True)
 
@@ -93,6 +95,15 @@ class Tally:
         self.n_accepted *= by
 
 
+class _PassedOver(NamedTuple):
+    """The first token of a draft that was not verified. The rest of the draft is not kept: its text may be erased."""
+
+    source: str
+    kind: int
+    token: int
+    at: int  # its place in the history
+
+
 @dataclass(slots=True)
 class Record:
     """What was accepted of drafted tokens, by their kind. ``above``: the record of all requests, for one of them."""
@@ -103,12 +114,11 @@ class Record:
     n_passed: int = 0  # drafts in a row that were not worth it
     n_not_computed: int = 0  # the same of those that would have had to be computed
     _tallies: dict[tuple[str, int], Tally] = field(default_factory=dict)
-    _passed: Proposal | None = None  # the last one that was not verified
-    _passed_at: int = 0  # tokens before it
+    _passed: _PassedOver | None = None  # since the last look
 
     def chance(self, source: str, kind: int, confidence: float) -> float:
         """That a token of this kind is accepted if all before it were."""
-        weight, expected = _STEADY_PRIOR if self.is_steady else PRIOR_WEIGHT, confidence
+        weight, expected = _STEADY_PRIOR if self.is_steady and kind == ONE_KIND else PRIOR_WEIGHT, confidence
         if self.above is not None:
             weight = _STEADY_WEIGHT if self.is_steady else _ENGINE_WEIGHT
             expected = self.above.chance(source, kind, confidence)
@@ -125,18 +135,19 @@ class Record:
         return [known[kind] for kind in kinds]
 
     def pass_over(self, proposal: Proposal, n_before: int) -> None:
-        """It is not verified; what the reply says by itself shows whether it was right."""
-        self._passed, self._passed_at = proposal, n_before
+        """Remembers a draft that is not verified after so many tokens: the reply will show whether it began right."""
+        self._passed = _PassedOver(proposal.source, int(proposal.kinds[0]), int(proposal.tokens[0]), n_before)
 
     def learn_from_passed(self, history: Tokens) -> None:
-        """Learns from the beginning of a proposal that was passed over: the next token needs no verification."""
+        """Learns from the draft that was passed over in the last look, if the reply is longer since: not where its context
+        was shifted. Only the first token is compared: later ones were guessed for the case that it is right."""
         passed, self._passed = self._passed, None
-        if passed is not None and len(history) > self._passed_at:
-            is_right = int(passed.tokens[0] == history[self._passed_at])
-            self._note(passed.source, passed.kinds[:1].tolist(), is_right)
+        if passed is not None and len(history) > passed.at:
+            self._note(passed.source, [passed.kind], int(history[passed.at] == passed.token))
 
     def note(self, source: str, kinds: Sequence[int], n_accepted: int) -> None:
-        """``kinds``: of the tokens that were compared: those accepted, and the first that was not."""
+        """Learns from a draft that was verified. ``kinds``: of the tokens that were compared: those accepted, and the first
+        that was not."""
         self.n_passed = self.n_not_computed = 0
         self._note(source, kinds, n_accepted)
 
@@ -171,9 +182,7 @@ class StepShape:
 
     n_rows: int
     n_replies: int
-    n_cut: (
-        float  # drafts up to this length are cut after a rejection; of longer ones what was accepted is decoded again
-    )
+    n_cut: float  # after a rejection drafts up to this length are cut; of longer ones the accepted tokens are decoded again
     overhead_s: float  # of verifying anything
 
 
@@ -243,8 +252,9 @@ class Pacing:
     def __init__(self, n_even: int = 0) -> None:
         """``n_even``: all drafts that are computed are equally long, and have at most so many tokens; 0: any number. A GPU
         repeats a step ready-made where the two before it had as many rows; otherwise it takes up to twice as long."""
-        self._n_even = self._n_now = n_even
-        self._foregone = [0.0] * n_even  # steps that drafts of another length would have saved, by length
+        self._n_even = n_even
+        self._n_now = n_even  # tokens of all such drafts now
+        self._steps_saved = [0.0] * n_even  # steps that drafts of another length would have saved, by length
         self._rhythm = ONE_LENGTH if n_even else ANY_LENGTH
         self._n_forced = self._rhythm.n_forced  # drafts that are still to be computed whatever they promise
         self._n_rows_before = 0  # of the step before
@@ -321,19 +331,17 @@ class Pacing:
         return n
 
     def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
-        """How many tokens are to be computed for a request."""
+        """How many tokens are to be computed for a request. ``n_most``: at least 1."""
         record.above, record.is_steady = self.record, self._n_even > 0
         if not self.is_computing:
             self._sleep()
             return 0
         n_most = min(n_most, self._n_even or drafter.n_most)
         chances = [self._chance(drafter, record)] * n_most
-        draft_s = self._draft_s or 0.0
-        n = (
-            self._even_length(chances, shape)
-            if self._n_even
-            else best_length(chances, shape, self.cost.seconds, draft_s)
-        )
+        if self._n_even:
+            n = self._even_length(chances, shape)
+        else:
+            n = best_length(chances, shape, self.cost.seconds, self._draft_s or 0.0)
         self._has_drafted = n > 0
         self._n_unused = 0 if n else self._n_unused + 1
         if n == 0:
@@ -345,22 +353,23 @@ class Pacing:
         return n
 
     def _even_length(self, chances: Sequence[float], shape: StepShape) -> int:
-        """How many tokens all drafts have now; 0: with no length would they pay. The length changes where the present one
-        does not pay and another does, or once another one would have saved what a change costs."""
+        """How many tokens all drafts have now; 0: they would not pay at any length. They get another length where that pays
+        and the present one does not, or once it would have saved what a change costs."""
         n_now, plain_s = min(self._n_now, len(chances)), self.cost.seconds(shape.n_rows)
         if plain_s is None:
             return n_now
-        promised = list(rates(chances, shape, self.cost.seconds, self._draft_s or 0.0))
-        plain = (NO_MARGIN if self._has_drafted else MARGIN) * shape.n_replies / plain_s
-        best = max(range(len(promised)), key=promised.__getitem__)
-        if promised[best] <= plain:
+        plain_rate = (NO_MARGIN if self._has_drafted else MARGIN) * shape.n_replies / plain_s
+        rate_of = dict(enumerate(rates(chances, shape, self.cost.seconds, self._draft_s or 0.0), start=1))
+        best = max(rate_of, key=rate_of.__getitem__)
+        if rate_of[best] <= plain_rate:
             return 0
-        if len(promised) < self._n_even:  # the end of a reply
-            return n_now
-        now = promised[n_now - 1]
-        self._foregone = [max(0.0, f + rate / now - 1) for f, rate in zip(self._foregone, promised, strict=True)]
-        if now <= plain or self._foregone[best] > CHANGE:
-            self._n_now, self._foregone = best + 1, [0.0] * self._n_even
+        if len(chances) < self._n_even:  # the end of a reply, or a request that limits its drafts
+            return n_now if rate_of[n_now] > plain_rate else best
+        self._steps_saved = [
+            max(0.0, self._steps_saved[n - 1] + rate / rate_of[n_now] - 1) for n, rate in rate_of.items()
+        ]
+        if rate_of[n_now] <= plain_rate or self._steps_saved[best - 1] > CHANGE_AFTER:
+            self._n_now, self._steps_saved = best, [0.0] * self._n_even
         return self._n_now
 
     @property
@@ -394,7 +403,8 @@ class Pacing:
     def prefers_computing(
         self, proposal: Proposal, n: int, drafter: ComputingDrafter, n_computed: int, record: Record, shape: StepShape
     ) -> bool:
-        """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found."""
+        """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found. Both: at least
+        one."""
         *_, found = rates(record.chances(proposal, n), shape, self.cost.seconds)
         chances, draft_s = [self._chance(drafter, record)] * n_computed, self._draft_s or 0.0
         *_, computed = rates(chances, shape, self.cost.seconds, draft_s)

@@ -1,11 +1,11 @@
 """Drafts that are looked up: what followed a reply's last tokens when they came before, in its own text, in other
 conversations of its namespace in the prefix tree, or on disk.
 
-Of the own text nothing is kept and nothing has to be built: it is searched for its own end, which takes some ten
+Of the own text nothing is kept and nothing has to be built: it is searched for its own end, which takes ten to a hundred
 microseconds for tens of thousands of tokens. The longest match wins, of equals the latest.
 
-How sure a drafted token is depends on how much of the text before it is the same in both places, and on the other places
-where the text was like this: whether they all went on with this token, or parted here.
+How sure a drafted token is depends on how many tokens before it match, and on the other places where the text was like
+this: whether all of them go on with the same token, or some with another one.
 
 The newest texts of a namespace, up to ``MOST_TOKENS``, are searched in the same way. They are gathered from the tree
 when it has changed, at most once in ``GATHER_EVERY`` looks, so they follow what is kept and what is evicted, and cost
@@ -32,72 +32,90 @@ from everwarm.state.tree import Node, Tree
 
 WINDOW = 1 << 16  # tokens that are searched: the last ones
 MIN_MATCH = 2  # a single token says too little
-NEAR = 32  # tokens before every place that are compared
-MAX_MATCH = 256  # before those places where all of these are the same,
-MOST_LONG = 16  # of which the last ones
-MOST_PLACES = 256  # that are compared: the last ones too
-# Kinds of drafted tokens: how many tokens before it are the same, in these steps, and what the other places say.
-_LENGTHS = np.array((2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192))
-_N_SAYINGS = 3
-_ALONE, _AGREED, _PARTED = range(_N_SAYINGS)  # no other place; all others go on so; some go on with another token
-_RISKS = np.array((1.5, 1.0, 3.0))  # by what they say, over the length: that the next token is another one
-_MOST_RISK = 0.6
+MAX_MATCH = 256
+# The search is bounded, also in a text that repeats itself.
+MOST_PLACES = 256  # where the last two tokens came before: the last so many places are compared
+NEAR = 32  # tokens before each of these that are compared
+MOST_FAR = 16  # of the places where all of these match, the last so many are compared up to ``MAX_MATCH``
+MOST_OTHERS = 64  # of the other places, the last so many are compared with the draft
+
+# Tokens of a draft are of one kind if as many tokens before them match, in these buckets, and if the other places agree on
+# them alike. Buckets begin at these lengths.
+_BUCKETS = np.array((2, 3, 4, 5, 6, 7, 9, 12, 16, 24, 32, 48, 64, 96, 128, 192))
+_NO_OTHER, _ALL_AGREE, _SOME_DIFFER = range(3)
+_N_AGREEMENTS = 3
+_MIN_OTHER = 4  # tokens before another place that match, for it to count
+# The chance that a token is wrong, where all before it are right: a factor for the agreement, over the length of the match.
+# It is where learning begins: the records of what was accepted correct it.
+_MISS_FACTORS = np.array((1.5, 1.0, 3.0))
+_MAX_MISS = 0.6  # of a short match
+
 MOST_TOKENS = 1 << 15
 MOST_NODES = 1 << 11  # that are looked at
 MOST_NAMESPACES = 16
 GATHER_EVERY = 16
 RENEW_S = 60.0  # between two readings of what is on disk; after something was erased, before the next
 GAP = np.array([-1], np.int32)  # between texts: no token is equal to it
-MIN_OTHERS = 4  # other conversations say less of this one than its own text does
+MIN_TREE_MATCH = 4  # other conversations say less of this one than its own text does
 
 
 class SuffixLookup:
     """In the reply's own text."""
 
     def propose(self, history: Tokens, n: int, namespace: str) -> Proposal | None:  # noqa: ARG002 - its own text is its own
-        tokens = history[-WINDOW:]
-        found = longest_match(tokens[:-1], tokens)
-        if found is None or n < 1:
-            return None
-        return _proposal(tokens, found, _continued(tokens, found.at, n), "lookup")
+        text = history[-WINDOW:]
+        found = longest_match(text, text)
+        return None if found is None or n < 1 else _proposal(text, found, _continued(text, found.at, n), "lookup")
 
     def forget(self) -> None:
         """Nothing is kept."""
 
 
 class TextMatch(NamedTuple):
-    """Where a text was as the history is at its end."""
+    """A place in a text that the history's end matches. ``others``: the last other places that match as well, by
+    ``_MIN_OTHER`` tokens, or by ``n_same`` where that is less."""
 
-    at: int  # where it goes on
-    n_same: int  # tokens before that
-    others: NDArray[np.intp]  # where else at least ``MIN_OTHERS`` tokens are the same
+    at: int  # where the text goes on
+    n_same: int  # tokens before that match
+    others: NDArray[np.intp]
 
 
 def longest_match(text: Tokens, history: Tokens) -> TextMatch | None:
-    """Of equals the last one."""
-    last = len(history) - 1
-    if min(last, len(text) - 1) < MIN_MATCH - 1:
+    """The longest match of the history's end that the text goes on after; of equals the last one."""
+    if len(history) < MIN_MATCH:
         return None
-    pairs = (text[1:] == history[last]) & (text[:-1] == history[last - 1])
-    places = np.flatnonzero(pairs)[-MOST_PLACES:] + 2
+    places = _places(text, history)
     if not len(places):
         return None
-    lengths = _n_same(text, history, places, NEAR)
-    n_same, candidates = int(lengths.max()), places[lengths == lengths.max()]
+    lengths = _match_lengths(text, history, places, NEAR)
+    n_same, longest = int(lengths.max()), places[lengths == lengths.max()]
     if n_same == NEAR:
-        candidates = candidates[-MOST_LONG:]
-        further = _n_same(text, history, candidates, MAX_MATCH)
-        n_same, candidates = int(further.max()), candidates[further == further.max()]
-    at = int(candidates[-1])
-    return TextMatch(at, n_same, places[(lengths >= min(MIN_OTHERS, n_same)) & (places != at)])
+        longest = longest[-MOST_FAR:]
+        far = _match_lengths(text, history, longest, MAX_MATCH)
+        n_same, longest = int(far.max()), longest[far == far.max()]
+    at = int(longest[-1])
+    others = places[(lengths >= min(_MIN_OTHER, n_same)) & (places != at)]
+    return TextMatch(at, n_same, others[-MOST_OTHERS:])
 
 
-def _n_same(text: Tokens, history: Tokens, places: NDArray[np.intp], n_most: int) -> NDArray[np.intp]:
-    """How many tokens before each place are as the history's last ones."""
+def _places(text: Tokens, history: Tokens) -> NDArray[np.intp]:
+    """Where a text goes on after the history's last two tokens: the last such places."""
+    is_pair = (text[1:-1] == history[-1]) & (text[:-2] == history[-2])
+    places = np.flatnonzero(is_pair)[-MOST_PLACES:] + MIN_MATCH
+    return places[text[places] >= 0]  # a text that ends there, or an image, is no continuation
+
+
+def _match_lengths(text: Tokens, history: Tokens, places: NDArray[np.intp], n_most: int) -> NDArray[np.intp]:
+    """How many tokens before each place, of at most ``n_most``, are as the history's last ones."""
     back = np.arange(1, min(n_most, len(history)) + 1)
     before = places[:, None] - back
-    is_same = (text[np.maximum(before, 0)] == history[len(history) - back]) & (before >= 0)
-    return np.where(is_same.all(axis=1), len(back), is_same.argmin(axis=1))
+    return _n_equal((text.take(before, mode="clip") == history[-back]) & (before >= 0))
+
+
+def _n_equal(is_equal: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """How many values are true at the beginning of each row."""
+    n_equal: NDArray[np.intp] = np.where(is_equal.all(axis=1), is_equal.shape[1], is_equal.argmin(axis=1))
+    return n_equal
 
 
 def _continued(tokens: Tokens, at: int, n: int) -> Tokens:
@@ -106,24 +124,28 @@ def _continued(tokens: Tokens, at: int, n: int) -> Tokens:
     return following if len(following) == n else np.resize(following, n)
 
 
-def _proposal(text: Tokens, match: TextMatch, tokens: Tokens, source: str) -> Proposal:
-    lengths = np.minimum(match.n_same + np.arange(len(tokens)), MAX_MATCH)
-    steps = np.searchsorted(_LENGTHS, lengths, side="right") - 1
-    sayings = _sayings(text, match.others, tokens)
-    confidences = 1.0 - np.minimum(_RISKS[sayings] / _LENGTHS[steps], _MOST_RISK)
-    return Proposal(tokens, confidences, steps * _N_SAYINGS + sayings, source)
+def _proposal(text: Tokens, match: TextMatch, following: Tokens, source: str) -> Proposal:
+    """A draft of what follows a match, up to the end of its text or an image. Each right token makes the match longer."""
+    no_token = np.flatnonzero(following < 0)
+    tokens = following[: no_token[0]] if len(no_token) else following
+    buckets = np.searchsorted(_BUCKETS, match.n_same + np.arange(len(tokens)), side="right") - 1
+    agreements = _agreements(text, match.others, tokens)
+    misses = np.minimum(_MISS_FACTORS[agreements] / _BUCKETS[buckets], _MAX_MISS)
+    return Proposal(tokens, 1.0 - misses, buckets * _N_AGREEMENTS + agreements, source)
 
 
-def _sayings(text: Tokens, others: NDArray[np.intp], tokens: Tokens) -> NDArray[np.intp]:
-    """For each drafted token what the other places say that agree with all before it."""
+def _agreements(text: Tokens, others: NDArray[np.intp], tokens: Tokens) -> NDArray[np.intp]:
+    """For each token of a draft whether the other places go on with it: those that went on with all tokens before it."""
+    found = np.full(len(tokens), _NO_OTHER)
+    if not len(others):
+        return found
     at = others[:, None] + np.arange(len(tokens))
-    following = text[np.minimum(at, len(text) - 1)]
-    is_text = (at < len(text)) & (following != GAP)
-    is_same = is_text & (following == tokens)
-    agreed = np.logical_and.accumulate(is_same, axis=1)
-    agreed_before = np.hstack([np.ones((len(others), 1), bool), agreed[:, :-1]])
-    has_parted = (agreed_before & is_text & ~is_same).any(axis=0)
-    return np.where(has_parted, _PARTED, np.where(agreed.any(axis=0), _AGREED, _ALONE))
+    n_agreed = _n_equal((text.take(at, mode="clip") == tokens) & (at < len(text)))
+    found[: n_agreed.max()] = _ALL_AGREE
+    ends = others + n_agreed
+    differs = (n_agreed < len(tokens)) & (ends < len(text)) & (text.take(ends, mode="clip") >= 0)
+    found[n_agreed[differs]] = _SOME_DIFFER
+    return found
 
 
 @dataclass(slots=True)
@@ -221,10 +243,9 @@ class TreeLookup:
 
 def _proposed(texts: Tokens, history: Tokens, n: int, source: str) -> Proposal | None:
     found = longest_match(texts, history)
-    if found is None or found.n_same < MIN_OTHERS:
+    if found is None or found.n_same < MIN_TREE_MATCH or n < 1:
         return None
-    tokens = texts[found.at : found.at + n]
-    return _proposal(texts, found, tokens, source) if len(tokens) else None
+    return _proposal(texts, found, texts[found.at : found.at + n], source)
 
 
 def gathered(root: Node) -> Tokens:
@@ -233,7 +254,7 @@ def gathered(root: Node) -> Tokens:
     parts: list[Tokens] = []
     n_tokens = 0
     for node in nodes:
-        start = max(0, node.start - MIN_OTHERS)
+        start = max(0, node.start - MIN_TREE_MATCH)
         part = node.path.codes[start : node.n_items][-(MOST_TOKENS - n_tokens) :]
         parts += [part, GAP]
         n_tokens += len(part) + 1
