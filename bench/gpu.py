@@ -41,6 +41,7 @@ N_CTX, N_SLOTS = 65_536, 8
 PAUSE_S = 1.5  # a person reads; idle work is done
 CACHE_GIB = 24
 N_WRITTEN = 192  # tokens of a stream that only writes
+SAMPLED = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 AGENTS_SEED, AGENT_PAUSE_S = 103, 0.3
 
 Row = dict[str, float]
@@ -190,7 +191,7 @@ def parallel(book: Book, server: Server, repeats: int) -> None:
         time.sleep(PAUSE_S)
 
 
-def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: int) -> None:
+def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: int, **sampling: float) -> None:
     """Streams that only write: their prompts are cached."""
     prompts = [tokens_of(700 + k, n_prompt) for k in range(n_streams)]
     for prompt in prompts:
@@ -199,14 +200,15 @@ def writing(book: Book, server: Server, n_streams: int, n_prompt: int, repeats: 
     for _ in range(repeats):
         began = time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(n_streams) as pool:
-            rows = [row for row, _ in pool.map(lambda tokens: timed(server, tokens, N_WRITTEN), prompts)]
+            rows = [row for row, _ in pool.map(lambda tokens: timed(server, tokens, N_WRITTEN, **sampling), prompts)]
         total = time.perf_counter() - began
         last_first = max(row["first_ms"] for row in rows)
         after = {"tokens_per_s": n_streams * N_WRITTEN / total, "last_first_ms": last_first, "total_ms": 1e3 * total}
         after["ms_per_step"] = statistics.median(row["ms_per_step"] for row in rows)
         if "keep_ms" in rows[0]:
             after["keep_ms"] = max(row["keep_ms"] for row in rows)
-        book.add(f"{n_streams} streams that only write, after {n_prompt} cached tokens", server.name, after)
+        how = ", sampled" if sampling else ""
+        book.add(f"{n_streams} streams that only write{how}, after {n_prompt} cached tokens", server.name, after)
         time.sleep(PAUSE_S)
 
 
@@ -242,8 +244,8 @@ class Run:
     most: int  # repeats of anything
     n_agent_requests: int
 
-    def ours(self, *more: str, slots: int = N_SLOTS) -> Any:
-        flags = ("--cache-ram", f"{CACHE_GIB}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
+    def ours(self, *more: str, slots: int = N_SLOTS, cache_gib: int = CACHE_GIB) -> Any:
+        flags = ("--cache-ram", f"{cache_gib}GiB", "--disk-cache", "0", "--slot-save-path", str(self.folder), *more)
         return everwarm(str(self.model), *_shape(slots), *flags, log="INFO")
 
     def theirs(self, slots: int = N_SLOTS, cache_gib: int = CACHE_GIB) -> Any:
@@ -269,6 +271,12 @@ def side_by_side(run: Run) -> None:
         _note_log(run, "everwarm log", servers[1])
 
 
+def next_turns(run: Run) -> None:
+    for start in (run.theirs, run.ours):
+        with start() as server:
+            _try(partial(next_turn, run.book, server, min(7, run.most)))
+
+
 def turns(run: Run) -> None:
     """What a person waits for: the same prompt, the next turn, another conversation. RAM has room."""
     for start in (run.theirs, run.ours):
@@ -285,14 +293,20 @@ def one_slot(run: Run) -> None:
 
 
 def slot_files_alone(run: Run) -> None:
-    """With room in RAM, and after other conversations have filled it."""
+    """With room in RAM."""
     with ExitStack() as stack:
         for server in (stack.enter_context(run.theirs()), stack.enter_context(run.ours())):
-            _try(lambda s=server: slot_files(run.book, s, 3))  # type: ignore[misc]
-            for seed in range(800, 808):
+            _try(partial(slot_files, run.book, server, min(3, run.most)))
+
+
+def slot_files_short_of_ram(run: Run) -> None:
+    """After other conversations have filled it."""
+    for start in (run.theirs, run.ours):
+        with start(cache_gib=8) as server:
+            for seed in range(800, 803):
                 timed(server, tokens_of(seed), 1)
                 time.sleep(PAUSE_S)
-            _try(lambda s=server: slot_files(run.book, s, 3, "slot file, a full RAM tier"))  # type: ignore[misc]
+            _try(partial(slot_files, run.book, server, min(3, run.most), "slot file, a full RAM tier of 8 GiB"))
 
 
 def eight(run: Run) -> None:
@@ -314,7 +328,8 @@ def _writers(run: Run, n_streams: int, n_prompt: int) -> None:
     """Beside the time that a step of so many rows takes by itself."""
     for start in (run.theirs, run.ours):
         with start(slots=n_streams) as server:
-            _try(partial(writing, run.book, server, n_streams, n_prompt, min(3, run.most)))
+            for sampling in ({}, SAMPLED):
+                _try(partial(writing, run.book, server, n_streams, n_prompt, min(3, run.most), **sampling))
     title = f"one step of {n_streams} rows after {n_prompt} tokens each"
     run.book.add(title, "libllama", {"ms_per_step": step_ms(run.model, n_streams, n_prompt)})
     run.book.add(title, "the engine, without HTTP", {"ms_per_step": engine_step_ms(run.model, n_streams, n_prompt)})
@@ -407,15 +422,19 @@ PHASES: dict[str, Callable[[Run], None]] = {
     "side-by-side": side_by_side,
     "one-slot": one_slot,
     "slot-files": slot_files_alone,
+    "slot-files-full": slot_files_short_of_ram,
     "eight": eight,
     "turns": turns,
+    "next-turn": next_turns,
     "writers-8": eight_writers,
     "writers-32": many_writers,
     "short-of-ram": short_of_ram,
     "unpinned": unpinned,
     "swapped": swapped,
 }
-DEFAULT_PHASES = [name for name in PHASES if name not in ("eight", "slot-files", "turns")]  # the first one has them
+DEFAULT_PHASES = [
+    name for name in PHASES if name not in ("eight", "slot-files", "slot-files-full", "turns", "next-turn")
+]  # the first one has them
 
 
 def main() -> None:

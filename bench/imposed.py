@@ -13,6 +13,7 @@ class Imposed:
     """In place of a sampler: says a given text, whatever the logits are."""
 
     matcher = None
+    may_pick_ahead = False
     reply: ClassVar[list[int]] = []  # of the only request that runs
 
     def __init__(self, *_args: object, **_more: object) -> None:
@@ -22,6 +23,9 @@ class Imposed:
         return self._left.pop()
 
     pick_from = pick
+
+    def forget_ahead(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

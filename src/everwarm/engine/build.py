@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from everwarm.config import ModelOptions
+from everwarm.config import ModelOptions, default_threads
 from everwarm.engine.cache.checkpointing import Checkpointer
 from everwarm.engine.cache.compaction import Joiner
 from everwarm.engine.cache.device_room import DeviceRoom
@@ -45,6 +45,7 @@ from everwarm.llama.context import Context
 from everwarm.llama.lib import lib
 from everwarm.llama.media.media_model import MediaModel
 from everwarm.llama.model import Model, Progress, identity_of, rope_limit_of
+from everwarm.llama.sampler import PickPool
 from everwarm.llama.system.model_files import WatchedFiles
 from everwarm.llama.system.pinned_memory import loaded_runtime
 from everwarm.state.returns import Returns
@@ -58,6 +59,7 @@ log = logging.getLogger("everwarm.ram")
 
 _MIB = 1 << 20
 
+MOST_PICK_THREADS = 8
 LARGE_BYTES = 512 << 20  # of one whole conversation: then its first copy should find pinned memory
 
 
@@ -172,12 +174,19 @@ def _core(opened: _Opened, *, outlives_us: bool) -> Core:
         starter=Starter(context, residents.slots, cache, admission, counts, settings.n_ubatch),
         planner=_planner(opened, residents.slots, speed),
         speculator=speculator,
+        picks=_pick_pool(context.model, settings.n_slots),
         keeper=Keeper(cache.checkpointer, cache.returns, cache.offload, prewarm, counts, finish_prefill_s),
         prewarm=prewarm,
         speed=speed,
         counts=counts,
         computes_aside=is_on_gpu(context.model),
     )
+
+
+def _pick_pool(model: Model, n_slots: int) -> PickPool | None:
+    """Where a GPU computes, most of the processor is idle."""
+    n_threads = min(MOST_PICK_THREADS, default_threads() // 2)
+    return PickPool(n_threads) if n_slots > 1 and n_threads > 1 and is_on_gpu(model) else None
 
 
 def _cache(
@@ -243,7 +252,7 @@ def _speculator(opened: _Opened, on_disk: DiskTexts, counts: EngineStats) -> Spe
         counts,
         computing,
         clock,
-        Pacing(opened.context.n_snapshots),
+        Pacing(min(opened.context.n_snapshots, settings.max_draft)),
     )
 
 

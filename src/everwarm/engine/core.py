@@ -54,6 +54,7 @@ from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from everwarm.llama.media.media_model import Embedding
 from everwarm.llama.model import Model
+from everwarm.llama.sampler import PickPool, Sampler
 from everwarm.llama.system.model_files import WatchedFiles
 from everwarm.prompt.prompt import MediaItem
 from everwarm.state.policy import CutKind
@@ -85,6 +86,7 @@ class Core:
     starter: Starter
     planner: StepPlanner
     speculator: Speculator
+    picks: PickPool | None  # None: one request after the other picks its token
     keeper: Keeper
     prewarm: PrewarmQueue
     # what is learned on the way
@@ -106,7 +108,7 @@ class Core:
         for request in self._requests():
             request.sampler.close()
         self.cache.close()
-        for part in (self.images, self.speculator, self.context, self.model):
+        for part in (self.images, self.picks, self.speculator, self.context, self.model):
             if part is not None:
                 part.close()
 
@@ -392,9 +394,10 @@ class Core:
 
     def _commit(self, feeds: list[Feed], drafts: dict[int, Proposal], events: list[Event]) -> None:
         """Every row is read before anything else is decoded: what follows from a draft comes last."""
-        row = 0
+        if self.picks is not None and len(feeds) > 1:
+            self._pick_ahead(self.picks, feeds, drafts)
         verified: list[tuple[Feed, list[Picked]]] = []
-        for feed in feeds:
+        for feed, row in _with_rows(feeds):
             slot = self.slots[feed.seq]
             request = slot.request
             draft = drafts.get(feed.seq)
@@ -406,7 +409,6 @@ class Core:
                 picked = self._pick_drafted(slot, request, draft, row, events)
                 if picked:
                     verified.append((feed, picked))
-            row += feed.n_rows
         for feed, picked in verified:
             slot = self.slots[feed.seq]
             request = slot.request
@@ -414,6 +416,15 @@ class Core:
                 events += self.speculator.accept(slot, request, feed, drafts[feed.seq], picked)
                 self._go_on(slot, request, picked[-1], events)
         self.speculator.end()
+
+    def _pick_ahead(self, picks: PickPool, feeds: list[Feed], drafts: dict[int, Proposal]) -> None:
+        """The next tokens of the replies without drafts, all at once."""
+        wanted: list[tuple[Sampler, int]] = []
+        for feed, row in _with_rows(feeds):
+            request = self.slots[feed.seq].request
+            if request is not None and feed.wants_logits and feed.seq not in drafts and request.ask.max_tokens:
+                wanted.append((request.sampler, row))
+        picks.pick_ahead(self.context, wanted)
 
     def _pick_drafted(
         self, slot: Slot, request: Request, draft: Proposal, row: int, events: list[Event]
@@ -629,6 +640,7 @@ class Core:
                 self.cache.checkpointer.quarantine(slot.node, error)
             slot.vacate()
             slot.release()
+            request.sampler.forget_ahead()
             request.attempts += guilty in (None, slot) and not is_innocent
             if request.attempts >= MAX_ATTEMPTS:
                 self.close_request(request, Finish.ERROR, events, error)
@@ -737,3 +749,8 @@ class Core:
         waiting = next(iter(self.queue), None)
         if waiting is not None:
             self.drop_waiting(waiting, Finish.ERROR, events, error)
+
+
+def _with_rows(feeds: list[Feed]) -> Iterator[tuple[Feed, int]]:
+    """Each with the first row of its logits."""
+    return zip(feeds, itertools.accumulate((feed.n_rows for feed in feeds), initial=0), strict=False)

@@ -260,6 +260,7 @@ FUNCTIONS: dict[str, Signature] = {
     # sampling
     "llama_sampler_chain_init": (handle, (SamplerChainParams,)),
     "llama_sampler_chain_add": (None, (handle, handle)),
+    "llama_sampler_clone": (handle, (handle,)),
     "llama_sampler_free": (None, (handle,)),
     "llama_sampler_accept": (None, (handle, c.c_int32)),
     "llama_sampler_apply": (None, (handle, c.POINTER(TokenDataArray))),
