@@ -77,7 +77,7 @@ def tokens_per_s(machine: Machine, chance: Chance, seed: int, pacing: Pacing) ->
             n = 0 if pacing.is_plain() else _length(pacing, record, N_REPLY - n_written - 1)
             step_ms = machine.step(1 + n, before) * rng.uniform(0.98, 1.02) + machine.slow_start * (n_steps < 10)
             before, n_steps = (1 + n, before[0]), n_steps + 1
-            pacing.has_stepped(1 + n, step_ms / 1e3)
+            pacing.cost.learn(1 + n, step_ms / 1e3)
             n_right = 0
             while n_right < n and rng.random() < chance(n_written + n_right):
                 n_right += 1

@@ -34,6 +34,7 @@ from everwarm.engine.speculation.draft_length import Pacing
 from everwarm.engine.speculation.lookup import DiskTexts, SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import HeadDrafter, ModelDrafter, require_drafts_for
 from everwarm.engine.speculation.speculator import Rollback, Speculator
+from everwarm.engine.speculation.step_cost import RepeatedStepCost, StepCost
 from everwarm.engine.stats import FIRST_GUESS_S, EngineStats, Speed
 from everwarm.engine.tiers.loader import Loader
 from everwarm.engine.tiers.lower_tiers import LowerTiers
@@ -243,7 +244,9 @@ def _speculator(opened: _Opened, on_disk: DiskTexts, counts: EngineStats) -> Spe
     head = None if opened.context.head is None else HeadDrafter(opened.context)
     computing = opened.small or head
     # processor time where that is what is spent: other programs on the machine do not make a row look cheap or dear
-    clock = time.monotonic if _has_gpu(opened) else time.thread_time
+    has_gpu = _has_gpu(opened)
+    clock = time.monotonic if has_gpu else time.thread_time
+    n_even = min(opened.context.n_snapshots, settings.max_draft)
     return Speculator(
         rollback,
         drafters,
@@ -252,7 +255,7 @@ def _speculator(opened: _Opened, on_disk: DiskTexts, counts: EngineStats) -> Spe
         counts,
         computing,
         clock,
-        Pacing(min(opened.context.n_snapshots, settings.max_draft)),
+        Pacing(n_even, RepeatedStepCost() if has_gpu or n_even else StepCost()),
     )
 
 

@@ -344,14 +344,16 @@ class Core:
         """What a step costs by its rows decides which drafts pay."""
         if not self.speculator.is_on:
             return
-        pacing = self.speculator.pacing
+        cost = self.speculator.pacing.cost
         n_rows = sum(len(feed.tokens) for feed in feeds)
         is_writing = [self._is_writing(grant) for grant in grants]
         if all(is_writing):
             self.context.logits(0)  # a GPU has not computed them before
-            pacing.has_stepped(n_rows, self.speculator.clock() - worked)
+            cost.learn(n_rows, self.speculator.clock() - worked)
         elif not any(is_writing):
-            pacing.has_read(n_rows, self.speculator.clock() - worked)
+            cost.learn_reading(n_rows, self.speculator.clock() - worked)
+        else:
+            cost.passed(n_rows)
 
     def _is_writing(self, grant: Grant) -> bool:
         """Whether the step brings this reply up to date."""

@@ -9,7 +9,6 @@ tags; knows no requests.
 from __future__ import annotations
 
 import codecs
-import contextlib
 import ctypes
 import secrets
 from collections import deque

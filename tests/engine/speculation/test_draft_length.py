@@ -13,13 +13,10 @@ from everwarm.engine.speculation.draft_length import (
     LOOK_SHARE,
     N_CAUTIOUS,
     N_SHORT,
-    N_SLOW,
     ONE_KIND,
-    SLOPE,
     TRY_AFTER,
     Pacing,
     Record,
-    StepCost,
     StepShape,
     best_length,
 )
@@ -38,6 +35,7 @@ from everwarm.engine.speculation.lookup import (
     longest_match,
 )
 from everwarm.engine.speculation.speculator import _promise
+from everwarm.engine.speculation.step_cost import N_SLOW, SLOPE, StepCost
 from support.drafts import draft_of
 
 ALONE = StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)

@@ -198,7 +198,7 @@ def test_computed_drafts_are_alike_where_steps_should_be():
     pacing, shape = Pacing(n_even=3), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     for n_rows, seconds in ((1, 1.0), (4, 1.2)):
         for _ in range(20):
-            pacing.has_stepped(n_rows, seconds)
+            pacing.cost.learn(n_rows, seconds)
     lengths = {pacing.computed_length(Head(), n_most, Record(), shape) for n_most in (3, 5, 20)}
     assert lengths == {3}
     assert pacing.computed_length(Head(), 2, Record(), shape) == 2  # the end of a reply
@@ -215,17 +215,17 @@ def test_a_slow_first_draft_is_not_held_against_the_drafter():
     """A GPU takes long for what it does for the first time."""
     pacing, shape = Pacing(n_even=3), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     for _ in range(6):
-        pacing.has_stepped(1, 1.0)
+        pacing.cost.learn(1, 1.0)
     record = Record()
     for seconds in (30.0, 9.0, 0.3, 0.3, 0.3, 0.3):
         assert pacing.computed_length(Head(), 20, record, shape) == 3
         pacing.has_computed(seconds, 3)
-        pacing.has_stepped(4, 1.2)
+        pacing.cost.learn(4, 1.2)
         record.note(Head.source, [ONE_KIND] * 2, 1)
     assert pacing.computed_length(Head(), 20, record, shape) == 3
     dear = Pacing(n_even=3)
     for _ in range(6):
-        dear.has_stepped(1, 1.0)
+        dear.cost.learn(1, 1.0)
     for _ in range(N_LEARN):
         dear.computed_length(Head(), 20, Record(), shape)
         dear.has_computed(30.0, 3)
@@ -236,7 +236,7 @@ def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
     pacing, shape = Pacing(), StepShape(n_rows=1, n_replies=1, n_cut=0, overhead_s=0.0)
     for n_rows in (1, 2, 3, 4, 8):
         for _ in range(8):
-            pacing.has_stepped(n_rows, float(n_rows))
+            pacing.cost.learn(n_rows, float(n_rows))
     awake = []
     for i in range(8000):
         if pacing.is_computing:
@@ -246,8 +246,8 @@ def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
     assert awake[: ANY_LENGTH.sleep_after] == list(range(ANY_LENGTH.sleep_after))
     assert gaps == [ANY_LENGTH.first_sleep * 2**i + 1 for i in range(len(gaps))] and len(gaps) >= 3
     for _ in range(400):
-        pacing.has_stepped(2, 1.0)
-        pacing.has_stepped(3, 1.0)
+        pacing.cost.learn(2, 1.0)
+        pacing.cost.learn(3, 1.0)
     assert any(pacing.computed_length(Head(), 8, Record(), shape) for _ in range(12_000))  # rows are cheap now
 
 
@@ -260,7 +260,7 @@ def drafts_made(n_decisions: int, n_accepted: int) -> list[bool]:
         if n:
             pacing.has_computed(0.28, n)
             record.note(Head.source, [ONE_KIND] * min(3, n_accepted + 1), n_accepted)
-        pacing.has_stepped(1 + n, 1.0 + 0.07 * n)
+        pacing.cost.learn(1 + n, 1.0 + 0.07 * n)
         made.append(n > 0)
     return made
 
@@ -285,7 +285,7 @@ def lengths_made(chances: Sequence[float]) -> list[int]:
             n_right = next((i for i in range(n) if rng.random() >= chance), n)
             pacing.has_computed(0.15 * n, n)
             record.note(Head.source, [ONE_KIND] * min(n, n_right + 1), n_right)
-        pacing.has_stepped(1 + n, 1.0 + 0.1 * n)
+        pacing.cost.learn(1 + n, 1.0 + 0.1 * n)
         made.append(n)
     return made
 
@@ -302,7 +302,7 @@ def known_rows(*costs: tuple[int, float]) -> Pacing:
     pacing = Pacing(n_even=3)
     for n_rows, seconds in costs:
         for _ in range(20):
-            pacing.has_stepped(n_rows, seconds)
+            pacing.cost.learn(n_rows, seconds)
     return pacing
 
 
@@ -341,7 +341,7 @@ def test_a_step_unlike_the_two_before_teaches_nothing():
     even, uneven = Pacing(n_even=3), Pacing()
     for pacing in (even, uneven):
         for n_rows, seconds in ((1, 1.4), (1, 2.0), (1, 1.0), (4, 9.0), (4, 9.0), (1, 9.0), (4, 9.0)):
-            pacing.has_stepped(n_rows, seconds)
+            pacing.cost.learn(n_rows, seconds)
     assert even.cost.seconds(1) == 1.0 and even.cost.seconds(4) < 2.0
     assert uneven.cost.seconds(1) > 1.0
 

@@ -8,7 +8,8 @@ import pytest
 from everwarm.config import Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken, Result
-from everwarm.engine.speculation.draft_length import ONE_KIND, Pacing, Proposal, Record, StepShape
+from everwarm.engine.speculation.draft_length import ONE_KIND, Proposal, Record, StepShape
+from everwarm.engine.speculation.step_cost import StepCost
 from everwarm.llama.constraints.matcher import ConstraintCompiler
 from support.drafts import EveryStep, Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (
@@ -365,10 +366,24 @@ def test_a_constraint_binds_drafts():
 @pytest.mark.parametrize("speculate", ["auto", "off"])
 def test_what_reading_costs_is_learned_from_prompts_and_what_writing_costs_from_replies(speculate, monkeypatch):
     """Without drafts, the control, nothing is learned."""
-    seen: dict[str, list[int]] = {"has_read": [], "has_stepped": []}
+    seen: dict[str, list[int]] = {"learn_reading": [], "learn": []}
     for name, rows in seen.items():
-        monkeypatch.setattr(Pacing, name, lambda _pacing, n_rows, _seconds, rows=rows: rows.append(n_rows))
+        monkeypatch.setattr(StepCost, name, lambda _cost, n_rows, _seconds, rows=rows: rows.append(n_rows))
     with drafting_core("qwen35", n_slots=1, speculate=speculate) as core:
         run(core, text(1, 100), 5)
-    assert sum(seen["has_read"]) == (100 if speculate == "auto" else 0)
-    assert sum(seen["has_stepped"]) == (4 if speculate == "auto" else 0), "the first token comes from the prompt"
+    assert sum(seen["learn_reading"]) == (100 if speculate == "auto" else 0)
+    assert sum(seen["learn"]) == (4 if speculate == "auto" else 0), "the first token comes from the prompt"
+
+
+def test_steps_that_read_and_write_are_passed(monkeypatch):
+    """What they take teaches nothing, but the next step is not like the one before them."""
+    passed: list[int] = []
+    monkeypatch.setattr(StepCost, "passed", lambda _cost, n_rows: passed.append(n_rows))
+    with drafting_core("qwen35", n_slots=2) as core:
+        submit(core, text(1, 20), 12)
+        while not any(slot.request is not None and slot.n_fed > 20 for slot in core.slots):
+            core.step()
+        assert not passed
+        submit(core, text(2, 30), 2)
+        drain(core)
+    assert passed and max(passed) > 1

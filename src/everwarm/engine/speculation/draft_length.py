@@ -10,15 +10,16 @@ pay is passed over. Once in a while one is verified all the same, because texts 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
+from everwarm.engine.speculation.step_cost import RepeatedStepCost, StepCost
 from everwarm.llama.batch import Tokens
 
 MARGIN = 1.05  # a draft must promise so much more speed: estimates are only estimates
@@ -39,22 +40,11 @@ COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
 N_LEARN = 6  # drafts after which it is known how long one takes
 CHANGE_AFTER = 3.0  # steps that another length of all drafts would have saved: a change takes as long as one or two
-N_ALIKE = 3  # steps in a row, of which the last takes the time that all further ones take
 SLEEP_AGAIN = 16  # decisions in a row against computing a draft, where the drafter was asked again
 _FADED = 0.1  # what was learned before a sleep counts so much after it
 _MEMORY = 0.9
 _GAIN_MEMORY = 0.95
 _SPIKE = 3.0  # a look that takes so many times longer than expected was disturbed
-MOST_ROWS = 64  # of a step that is measured
-SLOPE = 0.15  # more for each row, until anything is measured
-LONG = 64  # rows of a step that reads: so many take the time of each that all further ones take
-_EXACT = 17  # so many rows are measured one by one, more in groups
-_GROUP = 8
-N_SLOW = 64  # measurements of an engine that may be of a slow start
-_LEAST_S = 1e-6  # of a step: a clock may stand still
-_UP, _DOWN = 0.1, 0.4  # the weight of a new measurement: a step is often disturbed, and never too fast
-_STEP_SPIKE = 2.0  # a step that takes so many times longer than expected was disturbed
-_FIRST_SPIKE = 4.0  # the same where only a guess is known
 
 ONE_KIND = -1  # of all tokens that are computed; those that are looked up are of many kinds
 
@@ -249,17 +239,15 @@ ONE_LENGTH = Rhythm(4, 4, 1024, 4, 3, sleep_after=16, first_sleep=128, longest_s
 
 
 class Pacing:
-    def __init__(self, n_even: int = 0) -> None:
-        """``n_even``: all drafts that are computed are equally long, and have at most so many tokens; 0: any number. A GPU
-        repeats a step ready-made where the two before it had as many rows; otherwise it takes up to twice as long."""
+    def __init__(self, n_even: int = 0, cost: StepCost | None = None) -> None:
+        """``n_even``: all drafts that are computed are equally long, and have at most so many tokens; 0: any number.
+        ``cost``: a ``RepeatedStepCost`` where steps are repeated ready-made, which ``n_even`` is for."""
         self._n_even = n_even
         self._n_now = n_even  # tokens of all such drafts now
         self._steps_saved = [0.0] * n_even  # steps that drafts of another length would have saved, by length
         self._rhythm = ONE_LENGTH if n_even else ANY_LENGTH
         self._n_forced = self._rhythm.n_forced  # drafts that are still to be computed whatever they promise
-        self._n_rows_before = 0  # of the step before
-        self._n_alike = 0  # steps in a row with so many
-        self.cost = StepCost()
+        self.cost = cost or (RepeatedStepCost() if n_even else StepCost())
         self.record = Record(is_steady=n_even > 0)  # of all requests
         self.overhead_s = 1e-4  # of verifying anything: parking, restoring, picking
         self._look_s = 2e-5
@@ -278,19 +266,6 @@ class Pacing:
         self._n_steps += 1
         rhythm = self._rhythm
         return self._n_steps <= rhythm.n_plain_first or self._n_steps % rhythm.plain_every < rhythm.n_plain
-
-    def has_stepped(self, n_rows: int, seconds: float) -> None:
-        """Learns what a step that only writes replies costs."""
-        self._n_alike = self._n_alike + 1 if n_rows == self._n_rows_before else 1
-        self._n_rows_before = n_rows
-        if self._n_alike >= N_ALIKE or not self._n_even:
-            self.cost.learn(n_rows, seconds)
-
-    def has_read(self, n_rows: int, seconds: float) -> None:
-        """Learns from a step that only reads prompts. A GPU that repeats its steps ready-made has another price for them,
-        and has not computed such a step when it returns."""
-        if not self._n_even:
-            self.cost.learn_reading(n_rows, seconds)
 
     def may_look(self, n_rows: int) -> bool:
         """Whether a step of so many rows may look for drafts. Where looking has not paid of late, not every one does."""
@@ -324,11 +299,17 @@ class Pacing:
     def length(self, proposal: Proposal, record: Record, shape: StepShape) -> int:
         """How many tokens of a proposal are verified. ``record``: of its request."""
         record.above = self.record
-        n = best_length(record.chances(proposal, record.n_most), shape, self.cost.seconds)
+        n = best_length(record.chances(proposal, record.n_most), shape, self._seconds_of_found(shape))
         if n == 0:
             record.n_passed += 1
             n = min(N_TRIED, len(proposal.tokens)) if record.n_passed >= TRY_AFTER else 0
         return n
+
+    def _seconds_of_found(self, shape: StepShape) -> Callable[[float], float | None]:
+        """What steps cost with drafts that are looked up. They are of any length, and come now and then: usual are plain
+        steps, or those with a head's drafts."""
+        usual = shape.n_rows + (self._n_now * shape.n_replies if self._has_drafted else 0)
+        return partial(self.cost.seconds_with_change, usual=usual)
 
     def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
         """How many tokens are to be computed for a request. ``n_most``: at least 1."""
@@ -405,7 +386,7 @@ class Pacing:
     ) -> bool:
         """Whether ``n_computed`` tokens that have to be computed promise more than ``n`` that were found. Both: at least
         one."""
-        *_, found = rates(record.chances(proposal, n), shape, self.cost.seconds)
+        *_, found = rates(record.chances(proposal, n), shape, self._seconds_of_found(shape))
         chances, draft_s = [self._chance(drafter, record)] * n_computed, self._draft_s or 0.0
         *_, computed = rates(chances, shape, self.cost.seconds, draft_s)
         return computed > found
@@ -413,71 +394,3 @@ class Pacing:
     @staticmethod
     def _chance(drafter: ComputingDrafter, record: Record) -> float:
         return record.chance(drafter.source, ONE_KIND, drafter.confidence)
-
-
-class StepCost:
-    """How long a step that writes replies takes by its rows. Kept as a multiple of a step with one row: that changes with
-    the context's length and with the machine's load, the multiples hardly do. The first steps of an engine may be slow:
-    there, one row that seems to take longer than several is taken to take as long as they do."""
-
-    def __init__(self) -> None:
-        self._one_s: float | None = None  # for a step with one row
-        self._multiples: dict[int, float] = {1: 1.0}  # by rows
-        self._rows: list[int] = [1]  # the same, sorted
-        self._n_seen: dict[int, int] = {}  # measurements, by rows
-        self._n_learned = 0  # measurements of all
-        self._read_s: float | None = None  # for each row of a long step that reads a prompt
-
-    def learn_reading(self, n_rows: int, seconds: float) -> None:
-        """A step that reads a prompt costs what a step that verifies as long a draft would, or little less."""
-        if n_rows >= LONG:
-            new = seconds / n_rows
-            self._read_s = new if self._read_s is None else _mixed(self._read_s, new)
-
-    def learn(self, n_rows: int, seconds: float) -> None:
-        if n_rows > MOST_ROWS:
-            return
-        self._n_learned += 1
-        seconds = max(seconds, _LEAST_S)
-        if self._one_s is None:
-            self._one_s = seconds / self._multiple(n_rows)
-        elif n_rows == 1:
-            self._one_s = _mixed(self._one_s, seconds)
-        else:
-            rows = n_rows if n_rows <= _EXACT else -(-n_rows // _GROUP) * _GROUP
-            known = self._multiple(rows)
-            if rows not in self._multiples:
-                insort(self._rows, rows)
-            if self._n_learned <= N_SLOW:
-                self._one_s = min(self._one_s, seconds)
-            n_seen = self._n_seen.get(rows, 0)
-            self._multiples[rows] = _mixed(known, seconds / self._one_s, n_seen)
-            self._n_seen[rows] = n_seen + 1
-
-    def seconds(self, n_rows: float) -> float | None:
-        """None: no step was measured yet."""
-        return None if self._one_s is None else self._one_s * self._multiple(n_rows)
-
-    def _multiple(self, n_rows: float) -> float:
-        i = bisect_left(self._rows, n_rows)
-        if i < len(self._rows) and (self._rows[i] == n_rows or i == 0):
-            return self._multiples[self._rows[i]]
-        low = self._rows[i - 1]
-        if i == len(self._rows):
-            return self._multiples[low] + (n_rows - low) * self._slope(low)
-        high = self._rows[i]
-        share = (n_rows - low) / (high - low)
-        return (1 - share) * self._multiples[low] + share * self._multiples[high]
-
-    def _slope(self, low: int) -> float:
-        """Of rows beyond the most that were measured. A second row is often dear and the ones after it are not, so long
-        drafts would never be tried if all cost as much as the second."""
-        if self._read_s is not None and self._one_s is not None:
-            return self._read_s / self._one_s
-        return SLOPE if low == 1 else min(SLOPE, (self._multiples[low] - 1) / (low - 1))
-
-
-def _mixed(known: float, new: float, n_seen: int = 1 << 10) -> float:
-    """The first measurements count more: before them there is only a guess."""
-    weight = max(_UP if new > known else _DOWN, 1 / (n_seen + 1))
-    return known + weight * (min(new, (_STEP_SPIKE if n_seen else _FIRST_SPIKE) * known) - known)
