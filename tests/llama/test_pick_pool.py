@@ -71,6 +71,25 @@ def test_few_logits_are_left_to_one_thread(context):
 
 
 @pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("n_threads", [1, 2, 5])
+def test_greedy_replies_share_a_walk_over_their_rows(context, n_threads):
+    """Also where rows between them are others', and where the end of a reply, which has the largest logit, is banned."""
+    expected = [int(context.logits(row).argmax()) for row in range(6)]
+    assert context.largest([0, 1, 2, 3, 4, 5]) == expected
+    assert context.largest([1, 2, 5]) == [expected[row] for row in (1, 2, 5)]
+    with PickPool(n_threads + 1) as pool:
+        alone = [Sampler(context.model, GREEDY, ignore_eos=True) for _ in range(6)]
+        together = [Sampler(context.model, GREEDY, ignore_eos=True) for _ in range(6)]
+        for sampler in (alone[2], together[2]):
+            sampler._banned = frozenset({expected[2]})
+        pool.pick_ahead(context, [(sampler, row) for row, sampler in enumerate(together)])
+        assert all(sampler._ahead is not None for sampler in together)
+        picked = [sampler.pick(context, row) for row, sampler in enumerate(together)]
+        assert picked == [sampler.pick(context, row) for row, sampler in enumerate(alone)]
+        assert picked[2] != expected[2] and picked[:2] == expected[:2]
+
+
+@pytest.mark.usefixtures("many")
 def test_a_row_that_is_not_numbers_fails_when_its_token_is_wanted(context):
     row = context.logits(0)
     held = row.copy()
