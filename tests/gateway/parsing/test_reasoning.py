@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from everwarm.gateway.parsing.reasoning import (
     REASONING_TAGS,
-    Begins,
     Reasoning,
     ReasoningParser,
     ReasoningStyle,
@@ -21,12 +20,12 @@ from everwarm.gateway.parsing.reasoning import (
 from support.pieces import cut
 
 THINK = ReasoningStyle("<think>", "</think>")
-OPENED = ReasoningStyle("<think>", "</think>", Begins.INSIDE)
-OFF = ReasoningStyle("<think>", "</think>", Begins.AFTER)
+OPENED = ReasoningStyle("<think>", "</think>", "inside")
+OFF = ReasoningStyle("<think>", "</think>", "after")
 STYLES = [
-    pytest.param(ReasoningStyle(*tags, begins), id=f"{name} {begins.value}")
+    pytest.param(ReasoningStyle(*tags, begins), id=f"{name} {begins}")
     for name, tags in REASONING_TAGS.items()
-    for begins in Begins
+    for begins in ("before", "inside", "within", "after")
 ]
 
 
@@ -147,8 +146,8 @@ def test_no_half_tag_is_ever_said():
         ("no thinking here", "assistant\n", None),
         ("no thinking here", "assistant\n<think>", OPENED),
         ("…<|START_THINKING|>…", "x", ReasoningStyle("<|START_THINKING|>", "<|END_THINKING|>")),
-        ("…[THINK]…[/THINK]…", "[/INST][THINK]", ReasoningStyle("[THINK]", "[/THINK]", Begins.INSIDE)),
-        ("…<thinking>…", "x<thinking>\n", ReasoningStyle("<thinking>", "</thinking>", Begins.INSIDE)),
+        ("…[THINK]…[/THINK]…", "[/INST][THINK]", ReasoningStyle("[THINK]", "[/THINK]", "inside")),
+        ("…<thinking>…", "x<thinking>\n", ReasoningStyle("<thinking>", "</thinking>", "inside")),
     ],
 )
 def test_the_style_is_known_from_the_template_and_the_end_of_the_prompt(template, tail, expected):

@@ -13,7 +13,6 @@ from everwarm.gateway.constraints.json_schema import answer_schema
 from everwarm.gateway.constraints.tool_grammar import call_constraint
 from everwarm.gateway.openai.schema import Body, ChatBody, CompletionBody
 from everwarm.gateway.parsing.output_parser import ModelSyntax
-from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import name_and_schema
 
 Tools = Sequence[Mapping[str, Any]]
@@ -45,9 +44,9 @@ def chat_constraint(body: ChatBody, syntax: ModelSyntax, prompt: str) -> Constra
 
 def _thought(syntax: ModelSyntax, prompt: str) -> Thought | None:
     style = syntax.thinking(prompt)
-    if style is None or style.begins is Begins.AFTER:
+    if style is None or style.begins == "after":
         return None
-    return Thought(style.closing, style.opening if style.begins is Begins.BEFORE else "")
+    return Thought(style.closing, style.opening if style.begins == "before" else "")
 
 
 # constraints of the body

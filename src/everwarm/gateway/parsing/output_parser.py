@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from everwarm.gateway.parsing.reasoning import (
-    Begins,
     Reasoning,
     ReasoningParser,
     ReasoningStyle,
@@ -149,13 +148,13 @@ class ModelSyntax:
             return None
         style = self._style(prompt)
         if style is not None and self.begun == "reasoning":
-            return ReasoningStyle(style.opening, style.closing, Begins.WITHIN)
+            return ReasoningStyle(style.opening, style.closing, "within")
         return style
 
     def opened_by(self, prompt: str) -> str:
         """The opening of the thinking that is the end of the prompt; empty if there is none."""
         style = self._style(prompt) if self.begun is None else None
-        return prompt[prompt.rfind(style.opening) :] if style is not None and style.begins is Begins.INSIDE else ""
+        return prompt[prompt.rfind(style.opening) :] if style is not None and style.begins == "inside" else ""
 
     def _style(self, prompt: str) -> ReasoningStyle | None:
         if self.thinking_tags == "auto":

@@ -7,7 +7,6 @@ neither side. Pure: knows text; knows no tokens, no tool calls and no JSON.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
@@ -27,19 +26,17 @@ class Reasoning(msgspec.Struct, frozen=True):
     text: str
 
 
-class Begins(enum.Enum):
-    """Where the reply begins, by the end of the prompt."""
-
-    BEFORE = "before"  # no tag yet: the reply may open one
-    INSIDE = "inside"  # the prompt opened the tag
-    WITHIN = "within"  # the prompt has part of the thought
-    AFTER = "after"  # the prompt opened and closed it: thinking is off
-
-
 class ReasoningStyle(msgspec.Struct, frozen=True):
+    """The tags around the thinking, and where the reply begins, by the end of the prompt."""
+
     opening: str
     closing: str
-    begins: Begins = Begins.BEFORE
+    begins: Literal[
+        "before",  # no tag yet: the reply may open one
+        "inside",  # the prompt opened the tag
+        "within",  # the prompt has part of the thought
+        "after",  # the prompt opened and closed it: thinking is off
+    ] = "before"
 
 
 REASONING_TAGS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -58,9 +55,9 @@ def reasoning_style(name: str, prompt_tail: str) -> ReasoningStyle:
     opening, closing = REASONING_TAGS[name]
     end = prompt_tail.rstrip()
     if end.endswith(opening):
-        return ReasoningStyle(opening, closing, Begins.INSIDE)
+        return ReasoningStyle(opening, closing, "inside")
     if end.endswith(closing):
-        return ReasoningStyle(opening, closing, Begins.AFTER)
+        return ReasoningStyle(opening, closing, "after")
     return ReasoningStyle(opening, closing)
 
 
@@ -88,7 +85,7 @@ class ReasoningParser:
         self._state: _State = "opening"
         self._tail = ""  # may be the beginning of a tag
         self._spaces: list[str] = []  # dropped if a tag comes next
-        self._has_thought = style.begins is Begins.WITHIN
+        self._has_thought = style.begins == "within"
         if self._has_thought:
             self._state = "thinking"
 
@@ -119,7 +116,7 @@ class ReasoningParser:
         """Skips the opening tag, if there is one; returns the rest."""
         style = self._style
         rest = text.lstrip()
-        if style.begins is Begins.BEFORE and len(rest) < len(text):
+        if style.begins == "before" and len(rest) < len(text):
             self._spaces.append(text[: len(text) - len(rest)])
         if rest.startswith(style.opening):
             self._spaces.clear()
@@ -128,7 +125,7 @@ class ReasoningParser:
         if style.opening.startswith(rest) and not final:
             self._tail = rest
             return ""
-        self._state = "thinking" if style.begins is Begins.INSIDE else "answering"
+        self._state = "thinking" if style.begins == "inside" else "answering"
         return rest
 
     def _think(self, text: str, events: list[Text | Reasoning], *, final: bool) -> str:

@@ -57,7 +57,6 @@ from everwarm.gateway.openai.schema import (
     MediaPrompt,
 )
 from everwarm.gateway.parsing.output_parser import TAIL, ModelSyntax, OutputParser
-from everwarm.gateway.parsing.reasoning import Begins
 from everwarm.gateway.parsing.tool_parser import kinds_of
 from everwarm.gateway.rewrite.volatile_lines import VolatileLine, VolatileLines
 from everwarm.gateway.serving.background import background_kind
@@ -486,10 +485,10 @@ def _thinking_budget(body: ChatBody, syntax: ModelSyntax, template: ChatTemplate
     """How long the reply may think, and what ends it then: the template's own end of a thought."""
     n_tokens = body.thinking_tokens
     style = syntax.thinking(prompt)
-    if n_tokens is None or style is None or style.begins is Begins.AFTER:
+    if n_tokens is None or style is None or style.begins == "after":
         return None
     closing = template.thinking_end if style.closing in template.thinking_end else style.closing
-    opening = style.opening if style.begins is Begins.BEFORE else ""
+    opening = style.opening if style.begins == "before" else ""
     return ThinkingBudget(n_tokens, closing, opening, body.reasoning_budget_message or "")
 
 
