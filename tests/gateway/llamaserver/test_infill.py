@@ -1,20 +1,20 @@
 """``/infill``: the prompt that llama-server makes, and what a typing session reads again."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from everwarm.engine.process.messages import FillIn
 from everwarm.errors import BadRequest
-from everwarm.gateway.llamaserver.infill import ExtraText, InfillBody, InfillTokens, infill_completion
+from everwarm.gateway.llamaserver.infill import ExtraText, InfillBody, infill_completion
 from support.changed_gguf import write_changed
 from support.models import EMBEDDED
 from support.server import GUARD, Server, serving, words
 
 FILL = FillIn(1, 2, 3, 4, 5, None)
-GIVEN = InfillTokens([10], [11], [12], range(100, 110), [13, 14], range(200, 220), ([15], [16, 17]))
+GIVEN = ([10], [11], [12], range(100, 110), [13, 14], range(200, 220), [15], [16, 17])
 ABOVE = "import os\n\n\ndef main(path: str) -> None:\n"
 
 
@@ -39,9 +39,9 @@ def test_all_texts_together_are_bounded():
 # the prompt
 
 
-def prompt(given: InfillTokens = GIVEN, fill: FillIn = FILL, **more: Any) -> tuple[int, ...]:
+def prompt(texts: Sequence[Sequence[int]] = GIVEN, fill: FillIn = FILL, **more: Any) -> tuple[int, ...]:
     sizes = {"n_batch": 64, "n_ctx": 512, "n_predict": 8} | more
-    return tuple(infill_completion(given, fill, {}, **sizes).prompt)
+    return tuple(infill_completion(texts, fill, {}, **sizes).prompt)
 
 
 def test_a_project_comes_before_the_file_of_the_cursor():
@@ -56,10 +56,10 @@ def test_a_model_without_tokens_for_files_gets_snippets():
 
 
 def test_the_beginning_of_a_long_text_is_dropped_in_steps():
-    longer = [InfillTokens([], [], [], range(1000, 1000 + n), [], []) for n in range(40, 110)]
-    firsts = [prompt(given, FillIn(1, 2, 3))[1] for given in longer]
+    longer = [([], [], [], range(1000, 1000 + n), [], []) for n in range(40, 110)]
+    firsts = [prompt(texts, FillIn(1, 2, 3))[1] for texts in longer]
     assert len(set(firsts)) < 8, "every keystroke would read it all again"
-    assert all(36 <= len(prompt(given, FillIn(1, 2, 3))) - 3 <= 48 for given in longer[8:])
+    assert all(36 <= len(prompt(texts, FillIn(1, 2, 3))) - 3 <= 48 for texts in longer[8:])
 
 
 def test_a_prompt_that_does_not_fit_is_refused():

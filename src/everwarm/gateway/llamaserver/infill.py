@@ -8,7 +8,6 @@ is too long its beginning is dropped in large steps: the next request then begin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
@@ -43,7 +42,7 @@ class InfillBody(Body, frozen=True, kw_only=True):
     return_tokens: bool | None = None
 
     def texts(self) -> list[str]:
-        """Everything that must be tokenized, in the order of ``InfillTokens``."""
+        """Everything that must be tokenized, in the order in which ``infill_completion`` takes it."""
         extras = [text for extra in self.input_extra for text in (f"{extra.filename}\n", extra.text)]
         n_chars = sum(map(len, (self.input_prefix, self.prompt, self.input_suffix, *extras)))
         if n_chars > MAX_TOKENIZED_CHARS:
@@ -58,23 +57,6 @@ class InfillBody(Body, frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in self.__struct_fields__ if name not in own}
 
 
-@dataclass(frozen=True, slots=True)
-class InfillTokens:
-    project: Sequence[int]
-    file: Sequence[int]
-    snippet: Sequence[int]
-    prefix: Sequence[int]
-    line: Sequence[int]
-    suffix: Sequence[int]
-    extras: Sequence[Sequence[int]] = ()  # names and texts, in turns
-
-    @classmethod
-    def of(cls, texts: Sequence[Sequence[int]]) -> InfillTokens:
-        """The tokens of ``InfillBody.texts``."""
-        project, file, snippet, prefix, line, suffix, *extras = texts
-        return cls(project, file, snippet, prefix, line, suffix, extras)
-
-
 def texts_around(above: str, below: str) -> list[str]:
     """What ``InfillBody.texts`` would be for a text above the cursor whose last line is that of the cursor."""
     before, newline, line = above.rpartition("\n")
@@ -82,7 +64,7 @@ def texts_around(above: str, below: str) -> list[str]:
 
 
 def infill_completion(
-    given: InfillTokens,
+    texts: Sequence[Sequence[int]],
     fill: FillIn,
     fields: Mapping[str, Any],
     *,
@@ -92,24 +74,23 @@ def infill_completion(
     suffix_first: bool = False,
 ) -> MarkedCompletion:
     """With the prompt of a project's files that llama-server makes, unless the text above the cursor is longer than it
-    takes. The breakpoints are where the line of the cursor begins and ends. ``fields``: those of the completion besides its
-    prompt. ``n_predict``: tokens of the reply, at most; -1: any number."""
+    takes. The breakpoints are where the line of the cursor begins and ends. ``texts``: the tokens of ``InfillBody.texts``.
+    ``fields``: those of the completion besides its prompt. ``n_predict``: tokens of the reply, at most; -1: any number."""
+    project, file, snippet, above, line, below, *extras = texts
     n_most = 3 * (n_batch // 4)
-    prefix = given.prefix[_n_dropped(len(given.prefix), n_most) :]
-    suffix = given.suffix[: max(0, n_batch // 4 - 2 - len(given.line))]
-    others = _others(given, fill)
+    prefix = [fill.prefix, *above[_n_dropped(len(above), n_most) :], *line]
+    suffix = [fill.suffix, *below[: max(0, n_batch // 4 - 2 - len(line))]]
+    others = _others(fill, project, file, snippet, extras)
     n_others = min(len(others), max(0, n_ctx - n_batch - 2 * n_predict))
     head = [*others[len(others) - n_others :], *(() if fill.bos is None else (fill.bos,))]
-    above = [fill.prefix, *prefix, *given.line]
-    below = [fill.suffix, *suffix]
     if suffix_first:
-        head += below
-        below = []
-    tokens = [*head, *above, *below, fill.middle]
-    n_above = len(head) + len(above)
+        head += suffix
+        suffix = []
+    tokens = [*head, *prefix, *suffix, fill.middle]
+    n_above = len(head) + len(prefix)
     if len(tokens) >= n_ctx:
         raise BadRequest(f"what is to be filled in has {len(tokens)} tokens of text around it, the context {n_ctx}")
-    breakpoints = tuple(sorted({n_above - len(given.line), n_above}))
+    breakpoints = tuple(sorted({n_above - len(line), n_above}))
     return MarkedCompletion(**{**fields, "prompt": tokens, "breakpoints": breakpoints})
 
 
@@ -119,10 +100,16 @@ def _n_dropped(n: int, most: int) -> int:
     return max(0, -(-(n - most) // step) * step)
 
 
-def _others(given: InfillTokens, fill: FillIn) -> list[int]:
-    """What stands before the file of the cursor: the project and other files."""
-    found = [] if fill.project is None else [fill.project, *given.project]
-    for name, text in zip(given.extras[::2], given.extras[1::2], strict=True):
-        found += given.snippet if fill.file is None else [fill.file, *name]
+def _others(
+    fill: FillIn,
+    project: Sequence[int],
+    file: Sequence[int],
+    snippet: Sequence[int],
+    extras: Sequence[Sequence[int]],
+) -> list[int]:
+    """What stands before the file of the cursor: the project and other files. ``extras``: names and texts, in turns."""
+    found = [] if fill.project is None else [fill.project, *project]
+    for name, text in zip(extras[::2], extras[1::2], strict=True):
+        found += snippet if fill.file is None else [fill.file, *name]
         found += text
-    return found if fill.file is None else [*found, fill.file, *given.file]
+    return found if fill.file is None else [*found, fill.file, *file]

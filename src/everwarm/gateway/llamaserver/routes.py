@@ -27,7 +27,7 @@ from everwarm.gateway.llamaserver.encode import (
     generation_settings,
     tokenized,
 )
-from everwarm.gateway.llamaserver.infill import InfillBody, InfillTokens, infill_completion, texts_around
+from everwarm.gateway.llamaserver.infill import InfillBody, infill_completion, texts_around
 from everwarm.gateway.openai.encode import live_timings
 from everwarm.gateway.openai.schema import (
     MEDIA_MARKER,
@@ -152,7 +152,7 @@ class LlamaServer:
         texts = await asyncio.gather(*map(ask, given))
         defaults = self._settings.defaults
         return infill_completion(
-            InfillTokens.of(texts),
+            texts,
             info.fill_in,
             fields,
             n_batch=info.n_batch,
