@@ -98,7 +98,8 @@ def _listed(items: list[Any]) -> Iterator[Any]:
 
 
 def _messages(messages: list[Json]) -> Iterator[Any]:
-    for message in canonical(messages).messages:
+    cleaned, _ = canonical(messages)
+    for message in cleaned:
         content = _unmarked(message.get("content"))
         if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict) and "text" in content[0]:
             content = content[0]["text"]  # two ways to write the same
