@@ -275,6 +275,29 @@ def test_a_head_that_guesses_wrong_is_left_alone_soon_and_asked_again():
     assert all(right[first:])
 
 
+@pytest.mark.parametrize("n_replies", [1, 8, 32])
+def test_a_head_is_left_alone_as_long_with_many_replies(n_replies):
+    """Steps count, not replies; and a step has drafts for all replies or for none."""
+    pacing, records = Pacing(n_even=3), [Record() for _ in range(n_replies)]
+    shape = StepShape(n_replies, n_replies, n_cut=3, overhead_s=0.0)
+    drafted_at = []
+    for step in range(1200):
+        drafted = 0
+        if not pacing.is_plain():
+            lengths = [pacing.computed_length(Head(), 20, record, shape) for record in records]
+            assert len(set(lengths)) == 1
+            drafted = lengths[0]
+        if drafted:
+            drafted_at.append(step)
+            pacing.has_computed(0.28, drafted)
+            for record in records:
+                record.note(Head.source, [ONE_KIND], 0)
+        pacing.cost.learn(n_replies * (1 + drafted), 1.0 + 0.07 * n_replies * drafted)
+    pauses = [b - a - 1 for a, b in pairwise(drafted_at) if b - a > ONE_LENGTH.n_plain + 1]
+    assert len(pauses) >= 2 and all(pause >= ONE_LENGTH.first_sleep for pause in pauses)
+    assert len(drafted_at) <= 4 + 3 * (len(pauses) + 1)
+
+
 def lengths_made(chances: Sequence[float]) -> list[int]:
     """By decision, on a machine where a drafted token takes a quarter of a plain step."""
     pacing, record, shape = Pacing(n_even=3), Record(), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)

@@ -40,7 +40,7 @@ COMPUTE_AFTER = 512  # the same for drafts that have to be computed
 N_TRIED = 2
 N_LEARN = 6  # drafts after which it is known how long one takes
 CHANGE_AFTER = 3.0  # steps that another length of all drafts would have saved: a change takes as long as one or two
-SLEEP_AGAIN = 16  # decisions in a row against computing a draft, where the drafter was asked again
+SLEEP_AGAIN = 16  # steps in a row without a computed draft, where the drafter was asked again
 _FADED = 0.1  # what was learned before a sleep counts so much after it
 _MEMORY = 0.9
 _GAIN_MEMORY = 0.95
@@ -221,7 +221,8 @@ def _again(seconds: Callable[[float], float | None], n_rows: int, plain_s: float
 
 
 class Rhythm(NamedTuple):
-    """How often steps are plain, and when a drafter that computes is tried and left alone. Counted in decisions."""
+    """How often steps are plain, and when a drafter that computes is tried and left alone. Counted in steps, however many
+    replies they have."""
 
     n_plain_first: int  # steps without drafts at first: all others are compared to them
     n_plain: int  # later so many in a row
@@ -254,10 +255,12 @@ class Pacing:
         self._draft_s: float | None = None  # for each token of a draft that is computed
         self._n_computed = 0  # drafts, since the drafter was last asked again
         self._has_drafted = False  # for the decision before this one
-        self._n_unused = 0  # decisions in a row against computing
-        self._n_asleep = 0  # decisions since the drafter was left alone
+        self._n_unused = 0  # steps in a row without a draft that was computed
+        self._n_asleep = 0  # steps since the drafter was left alone
         self._n_sleep: int | None = None  # how many the next sleep takes; None: it has never slept
         self._n_steps = 0  # that could have had drafts
+        self._decided_at = -1  # the step of the last decision whether to compute
+        self._is_left_alone = False  # the drafter, in that step
         self._n_skipped = 0  # steps since drafts were last looked for
         self._gain_s = 0.0  # that a look has saved of late
 
@@ -312,10 +315,16 @@ class Pacing:
         return partial(self.cost.seconds_with_change, usual=usual)
 
     def computed_length(self, drafter: ComputingDrafter, n_most: int, record: Record, shape: StepShape) -> int:
-        """How many tokens are to be computed for a request. ``n_most``: at least 1."""
+        """How many tokens are to be computed for a request. ``n_most``: at least 1. The drafter is asked for all replies of
+        a step or for none, and the step counts once."""
         record.above, record.is_steady = self.record, self._n_even > 0
-        if not self.is_computing:
-            self._sleep()
+        is_first = self._decided_at != self._n_steps or self._n_steps == 0
+        self._decided_at = self._n_steps
+        if is_first:
+            self._is_left_alone = not self.is_computing
+            if self._is_left_alone:
+                self._sleep()
+        if self._is_left_alone:
             return 0
         n_most = min(n_most, self._n_even or drafter.n_most)
         chances = [self._chance(drafter, record)] * n_most
@@ -324,7 +333,7 @@ class Pacing:
         else:
             n = best_length(chances, shape, self.cost.seconds, self._draft_s or 0.0)
         self._has_drafted = n > 0
-        self._n_unused = 0 if n else self._n_unused + 1
+        self._n_unused = 0 if n else self._n_unused + is_first
         if n == 0:
             record.n_not_computed += 1
             is_tried = record.n_not_computed >= COMPUTE_AFTER or self._n_forced > 0
@@ -359,7 +368,7 @@ class Pacing:
         return self._n_unused < (self._rhythm.sleep_after if self._n_sleep is None else SLEEP_AGAIN)
 
     def _sleep(self) -> None:
-        """One decision more without the drafter."""
+        """One step more without the drafter."""
         if self._n_asleep == 0:
             rhythm = self._rhythm
             self._n_sleep = (
