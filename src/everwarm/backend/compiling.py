@@ -152,8 +152,9 @@ def _pip_install(packages: Sequence[str], folder: Path, missing: str, instead: s
     command += ["--only-binary", ":all:", "--upgrade", "--target", str(folder), *packages]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        said = last_line(done.stderr)
-        raise EverwarmError(f"{missing}, and pip could not install what is needed ({said}): {instead}")
+        raise EverwarmError(
+            f"{missing}, and pip could not install what is needed ({last_line(done.stderr)}): {instead}"
+        )
 
 
 def configure_command(kind: Kind, tools: Tools, source: Path, build: Path, architectures: str) -> list[str]:
@@ -218,17 +219,17 @@ def _run(command: Sequence[str], work: Path, doing: str, progress: Progress) -> 
             if done is not None:
                 progress(doing, done)
     if process.returncode != 0:
-        said = "".join(last).rstrip()
-        raise EverwarmError(f"{doing} failed{_hint(said)}; the last lines of {work / 'build.log'}:\n{said}")
+        output = "".join(last).rstrip()
+        raise EverwarmError(f"{doing} failed{_hint(output)}; the last lines of {work / 'build.log'}:\n{output}")
 
 
-def _hint(said: str) -> str:
-    """What cmake means, where its own words do not say what to do. Pure."""
+def _hint(output: str) -> str:
+    """What to do about an error of cmake whose own text does not say it; empty for any other. Pure."""
     known = {
         "CUDA::cublas": "the CUDA toolkit has no cuBLAS: install all of it",
         "no GPU was detected": "no GPU is here to build for: give its number with --cuda-architectures",
     }
-    return next((f" ({hint})" for words, hint in known.items() if words in said), "")
+    return next((f" ({hint})" for words, hint in known.items() if words in output), "")
 
 
 def share_done(line: str) -> float | None:

@@ -88,7 +88,7 @@ def used_library(build: str) -> Path | None:
 
 
 def use(name: str, build: str) -> None:
-    """From the next start on, engines load this one."""
+    """Chooses the build that engines load from their next start on."""
     if name == WHEEL:
         (backends_directory() / _USED).unlink(missing_ok=True)
         return

@@ -40,7 +40,7 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 def fetch(folder: Path) -> Path:
-    """The archive in ``folder``; what is there already is only checked."""
+    """The archive in ``folder``: downloaded, or only checked if it is there already."""
     archive = folder / NAME
     if archive.is_file():
         require_digest(archive)
@@ -76,9 +76,9 @@ def _download(folder: Path) -> None:
         )
 
 
-def last_line(said: str) -> str:
-    """What a program that failed said at the end. Pure."""
-    return (said.strip().splitlines() or ["no message"])[-1]
+def last_line(output: str) -> str:
+    """The last line that a failed program printed: usually its error. Pure."""
+    return (output.strip().splitlines() or ["no message"])[-1]
 
 
 def require_digest(archive: Path) -> None:

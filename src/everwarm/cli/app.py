@@ -151,13 +151,13 @@ def _tell_unused_gpu(console: Console) -> None:
 
     if not os.environ.get("EVERWARM_LIBLLAMA") and sys.platform == "linux":  # on macOS the wheel has Metal
         nvidia, amd = installed.nvidia_gpus(), installed.amd_gpus()
-        told = installed.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
-        if told is not None:
-            console.print(told, style="yellow", markup=False, highlight=False)
+        hint = installed.unused_gpu(nvidia, amd, installed.used_kind(), installed.all_backends())
+        if hint is not None:
+            console.print(hint, style="yellow", markup=False, highlight=False)
 
 
 def _set_environment(options: ServeOptions) -> None:
-    """For what reads it later: the log of every process, and huggingface_hub."""
+    """Sets variables that are read later: by the log of every process, and by huggingface_hub."""
     if options.log_level is not None:
         os.environ[LEVEL_VARIABLE] = options.log_level
     if options.offline:
@@ -345,9 +345,9 @@ def main() -> None:
     except BrokenPipeError:  # the output goes to a program like head, which has ended
         os._exit(0)
     except (EverwarmError, ValueError, OSError) as error:
-        told = Console(stderr=True)
-        said = f"everwarm: {_in_words(error)}"
-        told.print(said, style="red", markup=False, highlight=False, soft_wrap=not told.is_terminal)
+        console = Console(stderr=True)
+        message = f"everwarm: {_in_words(error)}"
+        console.print(message, style="red", markup=False, highlight=False, soft_wrap=not console.is_terminal)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

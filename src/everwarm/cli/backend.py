@@ -61,7 +61,7 @@ def install(
     )
     console = Console(stderr=True)
     with _progress(console, kind) as progress:
-        # what is missing is said before the download
+        # before the download, so that a missing tool is reported at once
         tools = compiling.find_tools(kind, installed.backends_directory() / ".tools", progress)
         source = archive or _fetched(progress)
         place = compiling.install(
@@ -87,11 +87,11 @@ def _fetched(progress: compiling.Progress) -> Path:
 def _progress(console: Console, kind: Kind) -> Iterator[compiling.Progress]:
     """A bar in a terminal; elsewhere a line for each tenth."""
     if not console.is_terminal:
-        told: set[tuple[str, int]] = set()
+        reported: set[tuple[str, int]] = set()
 
         def tell(doing: str, done: float) -> None:
-            if (doing, int(done * 10)) not in told:
-                told.add((doing, int(done * 10)))
+            if (doing, int(done * 10)) not in reported:
+                reported.add((doing, int(done * 10)))
                 console.print(f"{doing}: {done:.0%}", highlight=False, markup=False)
 
         yield tell

@@ -60,8 +60,8 @@ def option_lines(names: str, about: str, more: str, width: int, *, shows_all: bo
     """One line that fits into ``width``: clauses are left out from the end of the text. With ``shows_all``, or where not
     even the first clause fits, more lines. Pure."""
     room = max(20, width - _NAMES_WIDTH - 4)
-    told = about if shows_all else shortened(about, room - len(more))
-    first, *rest = textwrap.wrap(f"{told}{more}", room) or [""]
+    shown = about if shows_all else shortened(about, room - len(more))
+    first, *rest = textwrap.wrap(f"{shown}{more}", room) or [""]
     under = [" " * (_NAMES_WIDTH + 4) + text for text in rest]
     if len(names) > _NAMES_WIDTH and len(names) + 4 + len(first) > width:
         return [f"  {names}", " " * (_NAMES_WIDTH + 4) + first, *under]

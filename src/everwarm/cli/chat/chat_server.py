@@ -147,9 +147,9 @@ def own_server(serve: list[str]) -> Iterator[Client]:
 
 
 def _reason(lines: list[str]) -> str:
-    """What a server said last, without the name of the program, which is said again."""
-    said = [line.strip() for line in lines if line.startswith("everwarm: ")]
-    return said[-1].removeprefix("everwarm: ") if said else "".join(lines).strip() or "the server did not start"
+    """The server's last error line, without the program's name: the caller prints that itself."""
+    errors = [line.strip() for line in lines if line.startswith("everwarm: ")]
+    return errors[-1].removeprefix("everwarm: ") if errors else "".join(lines).strip() or "the server did not start"
 
 
 @contextlib.contextmanager

@@ -183,11 +183,11 @@ class Pulls:
         try:
             work = asyncio.get_running_loop().run_in_executor(self._threads, hub.resolve, str(wanted), note)
             yield line({"status": "pulling manifest"})
-            said = None
+            reported = None
             while not (await asyncio.wait({work}, timeout=REPORT_S))[0]:
-                if done is not None and done != said:
-                    said = done
-                    yield line(_progress(str(wanted), *said))
+                if done is not None and done != reported:
+                    reported = done
+                    yield line(_progress(str(wanted), *reported))
             model = work.result()
             yield line(_progress(str(wanted), *(done or (model.n_bytes, model.n_bytes))))
             self._pool.refresh(now=True)

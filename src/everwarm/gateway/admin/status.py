@@ -122,7 +122,7 @@ def _condition(one: Served) -> dict[str, Any]:
 
 
 def _engine_gauges(served: Served, counts: dict[str, Any]) -> dict[str, tuple[str, float]]:
-    """``counts``: of the engine, now; without them what its last heartbeat said."""
+    """``counts``: the engine's, as of now. Where they lack a number, it is from the last heartbeat."""
     supervisor = served.supervisor
     load = served.supervisor.load
     n_running = counts.get("n_running", load.n_running if load else 0)

@@ -193,8 +193,8 @@ def _text_key(before: Json | None, content: str, calls: Sequence[tuple[str, str]
     if any(arguments is None for _, arguments in spelled):
         return
     asked = _text(before.get("content")) if before is not None else ""
-    told = json.dumps([asked, content.strip(), spelled]).encode()
-    yield f"text {hashlib.blake2b(told, digest_size=16).hexdigest()}"
+    key = json.dumps([asked, content.strip(), spelled]).encode()
+    yield f"text {hashlib.blake2b(key, digest_size=16).hexdigest()}"
 
 
 # from a reply to what is remembered of it
@@ -243,8 +243,8 @@ def _shows_text_better(reply: RememberedReply, answer: str, written: str, render
         return False  # the template does more with content than to show it
     if as_calls is None:
         return True
-    told = (render([_QUESTION]) or "") + written  # what the engine has read, if the template shows thinking again
-    calls_score, text_score = ((common_prefix(told, t), common_prefix(wanted, t)) for t in (as_calls, as_text))
+    known = (render([_QUESTION]) or "") + written  # to the engine, if the template shows thinking again
+    calls_score, text_score = ((common_prefix(known, t), common_prefix(wanted, t)) for t in (as_calls, as_text))
     return text_score > calls_score
 
 
