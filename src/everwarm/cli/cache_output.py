@@ -244,7 +244,7 @@ Need = tuple[str, int]  # KV by name, and how far of it is used
 
 
 def live_nodes(server: Client, model: str | None, limit: int) -> tuple[list[Json], int]:
-    """At most so many nodes, and how many there are."""
+    """The first ``limit`` nodes of the tree, and how many it has."""
     found: list[Json] = []
     after = None
     while True:

@@ -205,5 +205,5 @@ def _reads(it: Difference) -> str:
 
 
 def _line(text: str) -> str:
-    """On one line, with what would not be seen."""
+    """The text on one line, with a visible sign for every character that would not be seen."""
     return "".join(c if c.isprintable() else {"\n": "↵", "\t": "⇥"}.get(c, "·") for c in text)

@@ -141,7 +141,7 @@ def _state(model: Json) -> str:
 
 
 def _facts(path: Path) -> tuple[str, str]:
-    """Family and number of parameters; of a file that cannot be read, that."""
+    """Family and number of parameters, or that the file cannot be read."""
     try:
         header = read_header(path)
     except ModelFileError:

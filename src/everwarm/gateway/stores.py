@@ -2,8 +2,8 @@
 
 Each store is a file if the server has a state directory, else in memory. After any crash a row is complete or absent.
 Every row belongs to one namespace: another cannot see it. When a store is full, the namespace that holds most loses
-its least recently used rows, so no other can evict them while it holds more itself. Knows rows, and what a client is
-told whose response is missing one; knows no HTTP.
+its least recently used rows, so no other can evict them while it holds more itself. Knows rows, and the
+error for a conversation of which a response is missing; knows no HTTP.
 
 Responses: each row holds what one response added (its own input and its output) and the id of the response before, so a
 conversation is stored once, however long it gets. Replies belong to one chat template, too, and are kept for
@@ -268,8 +268,8 @@ class ResponseStore(SqliteStore):
             return None
 
     def listed(self, namespace: str, prefix: str, is_wanted: Callable[[Json], bool]) -> list[Json]:
-        """The answers whose ids begin so, the oldest first, of the newest so many; what they answer is not decoded. One
-        that is not wanted does not stay in memory."""
+        """The newest ``MAX_LISTED`` answers whose ids have this prefix, as far as they are wanted; the oldest first. Their
+        inputs are not decoded, and an answer that is not wanted does not stay in memory."""
         query = (
             "SELECT responses.id FROM responses WHERE namespace = ? AND substr(responses.id, 1, ?) = ? ORDER BY rowid"
         )
@@ -288,7 +288,7 @@ class ResponseStore(SqliteStore):
             return []
 
     def replace(self, namespace: str, kept: StoredResponse) -> bool:
-        """Whether it was stored, and is now as given."""
+        """Replaces a stored response; False: it is not stored."""
         body = _encode(kept)
         try:
             with self.transaction() as database:

@@ -1,9 +1,9 @@
 """What the ingress, its routers, the autoscaler and the replicas tell each other. Knows no Ray.
 
-Between processes that is one HTTP request, the parts of its answer, the keys of the prefixes that a replica has cached, and
-how much waits there, of which follows how many replicas there should be: plain values of built-in types, because Ray
-serializes them. In the process of an ingress it is what its routers are asked and told; they register here and not in their
-own module, because Serve copies a router's class together with everything in that.
+Between processes they send one HTTP request, the parts of its answer, the keys of the prefixes that a replica has cached,
+and how much waits there, which decides how many replicas there should be. All are plain values of built-in types, because
+Ray serializes them. Within the process of an ingress, this module passes questions and news to its routers. They register
+here and not in their own module, because Serve copies a router's class together with everything in its module.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ UNMEASURED = {"seconds_per_byte": 1e-4, "reply_s": 1.0}  # until any replica has
 
 @dataclass(slots=True)
 class ReplicaPrefixes:
-    """A replica, between two of its publications."""
+    """What a router knows of a replica: what it published last, and what was sent there since."""
 
     stats: dict[str, Any] = field(default_factory=dict)
     reading: ReadingQueue = field(default_factory=ReadingQueue)

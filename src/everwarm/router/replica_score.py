@@ -29,7 +29,7 @@ class ReplicaLoad:
         return self.busy_s + n_ahead * self.reply_s / self.n_slots
 
     def first_token_s(self, n_new_bytes: int) -> float:
-        """Seconds until the first token of a request, of which so many bytes were not read here before."""
+        """Seconds until the first token of a request. ``n_new_bytes``: how many of its bytes were not read here before."""
         return self.wait_s + n_new_bytes * self.seconds_per_byte
 
 
@@ -94,14 +94,14 @@ class Holdings:
                 self._masks[key] = self._masks.get(key, 0) | bit
 
     def replace(self, name: str, keys: Iterable[int]) -> None:
-        """All that a replica has now; what it had before and is not among them is forgotten."""
+        """Sets what a replica has now; keys that it had before and that are not given are forgotten."""
         self._bit(name)
         now = set(keys)
         self._take(name, self._held[name] - now)
         self.add(name, now)
 
     def drop(self, name: str) -> None:
-        """A replica that is gone."""
+        """Forgets a replica that is gone."""
         if name in self._bits:
             self._take(name, set(self._held[name]))
             del self._held[name], self._bits[name]
@@ -111,7 +111,7 @@ class Holdings:
         return [name for name, bit in self._bits.items() if mask & bit]
 
     def reach(self, keys: Sequence[int], ends: Sequence[int], names: Sequence[str]) -> list[int]:
-        """How many bytes of a request each replica has read before: the end of the longest prefix it has."""
+        """For each replica, how many bytes of a request it has read before: up to the end of the longest prefix it has."""
         places = {self._bits[name]: i for i, name in enumerate(names) if name in self._bits}
         left = sum(places)
         found = [0] * len(names)

@@ -181,13 +181,14 @@ class Conversation:
         self.messages, self.images = [], []
 
     def undo_reply(self) -> None:
-        """Back to the last question."""
+        """Removes what follows the last question."""
         require(any(message["role"] == "user" for message in self.messages), "nothing was asked yet")
         while self.messages[-1]["role"] != "user":
             self.messages.pop()
 
     def take_back(self, number: int | None) -> str:
-        """Back to before a question, the last or the ``number``-th. Returns its text; its images go with the next one."""
+        """Removes a question, the last or the ``number``-th, and everything after it. Returns its text; its images go with
+        the next question."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
         require(bool(places), "nothing was asked yet")
         require(number is None or 1 <= number <= len(places), f"give a question from 1 to {len(places)}")

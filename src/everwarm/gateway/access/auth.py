@@ -412,6 +412,6 @@ def visibility_of(request: Request) -> Visibility:
 
 
 def reach_of(request: Request) -> str:
-    """Which namespaces an order without a node applies to: a user's own; for an admin all, unless it names one."""
+    """The namespaces that an order without a node applies to: a user's own; for an admin all, or the one that it names."""
     visibility = visibility_of(request)
     return visibility.words if request.query_params.get("cache_salt") is not None else visibility.shown

@@ -89,7 +89,7 @@ class Guard:
 
     def _check_names(self, method: str, path: str, headers: dict[bytes, str]) -> RawHeaders:
         """Checks Host and Origin: another site's page must not reach a local server through a browser (DNS rebinding).
-        Returns what lets a page that may call read the answer."""
+        Returns the headers with which a browser lets a page that may call read the answer."""
         settings = self._settings
         host = host_of(f"//{headers.get(b'host', '')}")
         if host not in self._names and not (settings.is_open_to_others and is_address(host)):

@@ -49,7 +49,7 @@ def check_origin(text: str) -> None:
 
 
 def may_call(origin: str, method: str, path: str, names: Collection[str], allowed: Collection[str]) -> bool:
-    """``names``: of this server and this machine; ``allowed``: what the server was told."""
+    """``names``: of this server and this machine; ``allowed``: the origins of ``--cors-origins``."""
     found = _normal(origin)
     if found is not None and (host_of(origin) in names or found in map(_normal, allowed)):
         return True
@@ -84,7 +84,7 @@ def preflight_headers(headers: Headers) -> RawHeaders:
 
 
 def answer_headers(origin: str) -> RawHeaders:
-    """What lets a page that may call read the answer."""
+    """The headers with which a browser lets a page that may call read the answer."""
     return [
         (b"access-control-allow-origin", origin.encode("latin-1")),
         (b"access-control-expose-headers", _EXPOSED),

@@ -1,4 +1,4 @@
-"""Server-sent events for those who watch a server. Costs nothing while there are no watchers.
+"""Server-sent events for clients that watch a server. Costs nothing while there are no watchers.
 
 Requests are reported as they proceed; everything else is polled every half second while there is a watcher. A watcher that
 does not read its events is disconnected: browsers reconnect by themselves.

@@ -15,8 +15,8 @@ PATH = "/v1/traces"
 
 
 def send_traces(endpoint: str, request_log: RequestLog) -> Callable[[], None]:
-    """Sends what ends in the log to this collector (OTLP over HTTP), in batches, from a separate thread. Returns what sends
-    the rest and ends that."""
+    """Sends every request that ends to this collector (OTLP over HTTP), in batches, from a separate thread. Returns a
+    function that sends the rest and stops the thread."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource

@@ -122,7 +122,7 @@ class Template:
 
     @functools.cached_property
     def _loose(self) -> jinja2.Template:
-        """For the few templates that change lists and objects: they get copies."""
+        """The template without a ban on changes, for the few that change lists and objects: they get copies."""
         return _compiled(_Environment, self.source)
 
 
@@ -220,7 +220,7 @@ def _says(number: int, *items: jinja2.nodes.Expr) -> jinja2.nodes.Node:
 
 
 class _Undefined(jinja2.Undefined):
-    """A text and something that is not there are the text, as in llama-server."""
+    """Adding an undefined value to a text gives the text, as in llama-server."""
 
     def __add__(self, other: Any) -> Any:
         return other if isinstance(other, str) else super().__add__(other)

@@ -33,8 +33,8 @@ _TEXT_RULE = 'text[suffix="</parameter>"]: /(?s:.)*/'
 def call_constraint(
     format: str, template: str, tools: Sequence[Mapping[str, Any]], start: str = "calls", *, many: bool
 ) -> Constraint:
-    """Calls of these tools, one or (``many``) more, as the format of that name spells them. ``start``: what a reply is, of
-    which ``calls`` is a part."""
+    """Calls of these tools, one or (``many``) more, as the format of that name spells them. ``start``: the rule of a whole
+    reply, in which ``calls`` stands for the calls."""
     write = _WRITERS[format]
     rules = _Rules()
     calls = [write(rules, *tool) for tool in _told(tools)]

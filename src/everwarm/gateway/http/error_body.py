@@ -52,7 +52,8 @@ def error_body(error: EverwarmError, request_id: str, path: str) -> Json:
 
 
 def _llama_server(error: EverwarmError, request_id: str) -> Json:
-    """OpenAI's, but that the code is the status, and the type is llama-server's; what is the code there is the reason."""
+    """OpenAI's error with three differences: ``code`` is the status, ``reason`` is OpenAI's code, and ``type`` is
+    llama-server's."""
     about = _openai(error, request_id)["error"]
     known = _LLAMA_SERVER_TYPES.get(error.status, about["type"])
     kind = about["type"] if "n_ctx" in about else known

@@ -5,7 +5,7 @@ The gateway never runs a decoder. It reads base64, requests the pixels from a ch
 their encoded bytes: an image that is sent with every turn is decoded once. Each namespace has its own cache: otherwise
 timing would reveal which images others have sent. A request holds each image without its pixels; pixels are
 lent to it, within a limit for all requests, while an engine needs them. Every problem with an image, also a decoder that
-died or took too long, is a ``BadRequest``. Sounds go the same way: what is true of images here is true of them.
+died or took too long, is a ``BadRequest``. Sounds go the same way: whatever is written here of images holds for sounds.
 Knows no HTTP, no model and no prompt.
 
 One thread at a time talks to a decoder process and blocks; any thread may kill it. Its answers are not trusted: sizes are
@@ -89,7 +89,7 @@ class DecodedImage:
 
     @property
     def n_bytes(self) -> int:
-        """Of the pixels, whether they are here or not."""
+        """The size of the pixels, whether they are here or not."""
         return 3 * self.width * self.height
 
     def without_data(self) -> DecodedImage:
@@ -170,7 +170,8 @@ class ImageLoader:
 
     @contextlib.asynccontextmanager
     async def lent(self, images: Sequence[DecodedMedia], namespace: str = "") -> AsyncIterator[list[DecodedMedia]]:
-        """Their pixels, each image once, as soon as there is room for all of them. A request that waits holds no pixels."""
+        """The images with their pixels, each once, as soon as there is room for all of them. A request that waits holds no
+        pixels."""
         each = {image.digest: image for image in images}.values()
         async with self.lending.of(namespace, sum(image.n_bytes for image in each)):
             yield [await self._seen_again(image, namespace) for image in each]

@@ -58,7 +58,7 @@ class InfillBody(Body, frozen=True, kw_only=True):
 
 
 def texts_around(above: str, below: str) -> list[str]:
-    """What ``InfillBody.texts`` would be for a text above the cursor whose last line is that of the cursor."""
+    """``InfillBody.texts`` of a text above the cursor, whose last line is the line of the cursor."""
     before, newline, line = above.rpartition("\n")
     return InfillBody(input_prefix=before + newline, prompt=line, input_suffix=below).texts()
 
@@ -73,9 +73,10 @@ def infill_completion(
     n_predict: int,
     suffix_first: bool = False,
 ) -> MarkedCompletion:
-    """With the prompt of a project's files that llama-server makes, unless the text above the cursor is longer than it
-    takes. The breakpoints are where the line of the cursor begins and ends. ``texts``: the tokens of ``InfillBody.texts``.
-    ``fields``: those of the completion besides its prompt. ``n_predict``: tokens of the reply, at most; -1: any number."""
+    """A completion with the prompt that llama-server makes of a project's files; only a text above the cursor that is too
+    long is cut differently. The breakpoints are where the line of the cursor begins and ends. ``texts``: the tokens of
+    ``InfillBody.texts``. ``fields``: those of the completion besides its prompt. ``n_predict``: tokens of the reply, at
+    most; -1: any number."""
     project, file, snippet, above, line, below, *extras = texts
     n_most = 3 * (n_batch // 4)
     prefix = [fill.prefix, *above[_n_dropped(len(above), n_most) :], *line]

@@ -358,8 +358,8 @@ def _asleep(served: Served, params: Json, endpoints: Json) -> Json:
 
 
 def slot_file_fields(request: Request, settings: ServerSettings, filename: str, namespace: str) -> dict[str, Any]:
-    """The engine's fields of a slot file. The directory itself belongs to callers with the server's one key, or with none
-    where it has none, who give no ``cache_salt``; every other namespace has a folder in it."""
+    """The engine's fields of a slot file. The directory itself belongs to callers without a ``cache_salt`` that have the
+    server's single key, or no key if the server has none. Every other namespace has a folder in it."""
     name = checked_name(filename)
     directory = _directory(settings)
     is_default = namespace == own_namespace(settings.api_key)

@@ -104,7 +104,7 @@ class OllamaEncoder(Dialect):
         return None
 
     def _end(self, fields: Json, done: m.Done, finish: str) -> Json:
-        """The last line, with the accounting. Time since the request that the engine does not account for was loading."""
+        """The last line, with the accounting. Time that the engine does not account for counts as loading."""
         reason = "length" if finish == "length" else "stop"
         return {**fields, "done": True, "done_reason": reason, **_durations(done, time.monotonic() - self._began_at)}
 

@@ -392,7 +392,7 @@ def diagnostics(done: m.Done) -> Json:
 
 
 def _notes(notes: m.PromptNotes) -> Json:
-    """What the server made of the request; only what there is, but for replies."""
+    """What the server changed in the request. Empty values are left out, except the number of restored replies."""
     more = {"background": notes.background, "rewritten": list(notes.rewritten)}
     return {"restored_replies": notes.n_recalled, **{name: value for name, value in more.items() if value}}
 

@@ -51,7 +51,7 @@ class OpenAI:
         ]
 
     def stored_routes(self) -> list[Route]:
-        """Those of chats that were stored. An id takes what no other route does, so they come behind all others."""
+        """The routes of stored chats. Their ``{id}`` matches every name, so they must come behind all other routes."""
         return [
             Route("/v1/chat/completions", self.list_stored, methods=["GET"]),
             Route("/v1/chat/completions/{id}", self.get_stored, methods=["GET"]),

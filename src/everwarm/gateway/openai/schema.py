@@ -416,7 +416,7 @@ B = TypeVar("B", bound=Body)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RequestDefaults:
-    """The server's own. ``None`` or empty: as it is without them."""
+    """The server's own defaults of requests. ``None`` or empty: it sets none."""
 
     sampling: Sampling = DEFAULT_SAMPLING
     max_tokens: int | None = None

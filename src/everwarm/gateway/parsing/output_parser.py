@@ -152,7 +152,7 @@ class ModelSyntax:
         return style
 
     def opened_by(self, prompt: str) -> str:
-        """The opening of the thinking that is the end of the prompt; empty if there is none."""
+        """The opening of the thinking, if the prompt ends with it; else empty."""
         style = self._style(prompt) if self.begun is None else None
         return prompt[prompt.rfind(style.opening) :] if style is not None and style.begins == "inside" else ""
 

@@ -52,7 +52,8 @@ class BackgroundResponses:
         keep: Callable[[Json], Awaitable[bool]],
         when_over: Callable[[], None],
     ) -> None:
-        """``keep`` stores what ``work`` returns or, if that is cancelled, what is shown then; False: it could not."""
+        """``work`` returns the response when it is over. ``keep`` stores it, or what ``shown`` returns if the work was
+        cancelled; it returns False if it could not."""
         writing = asyncio.create_task(work, name="everwarm-background-response")
 
         async def store() -> None:

@@ -1,5 +1,5 @@
-"""Lines of system text that differ from request to request, counted for each namespace, with what they cost
-and the rule that would make them harmless.
+"""Lines of system text that differ from request to request: how often and at what cost, for each namespace, and a rule that
+would make them harmless.
 
 Compares each new system text with the newest ones that are like it. Holds text of clients: bounded, in memory alone, shown
 to their own namespace only, and forgotten with it.
@@ -91,13 +91,13 @@ class VolatileLines:
             return tuple(self._counted(namespace, change) for change in found)
 
     def charge(self, lines: Sequence[VolatileLine], n_tokens: int) -> None:
-        """What a request has read in which these had changed: it counts for the first of them."""
+        """Adds the tokens that a request has read to the first of the lines that it had changed."""
         with self._lock:
             for line in lines[:1]:
                 line.n_tokens += n_tokens
 
     def shown(self, reach: str) -> list[tuple[str, VolatileLine]]:
-        """Those of namespaces with this prefix, the most expensive first."""
+        """The lines of namespaces with this prefix, the most expensive first."""
         with self._lock:
             names = [name for name in self._lines.namespaces() if name.startswith(reach)]
             found = [(name, line) for name in names for line in self._lines.values(name)]

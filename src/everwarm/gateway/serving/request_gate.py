@@ -35,7 +35,7 @@ class RequestGate:
         return await self.bodies.read(request, self.noting(request, kind, lambda data: read(data or b"{}", kind)))
 
     def noting(self, request: Request, kind: type[Any], parse: Parse[T]) -> Parse[T]:
-        """The same, and the fields that ``kind`` does not have are noted."""
+        """``parse``, which then also notes the fields that ``kind`` does not have."""
 
         def noted(data: bytes | bytearray) -> T:
             body = parse(data)
@@ -45,7 +45,7 @@ class RequestGate:
         return noted
 
     def note_ignored(self, request: Request, names: list[str]) -> None:
-        """What a client sent and nothing uses: an error, or named in a header of the answer."""
+        """Fields that a client sent and nothing uses: an error, or named in a header of the answer."""
         if not names:
             return
         if self.strict:

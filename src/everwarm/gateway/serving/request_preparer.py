@@ -154,8 +154,8 @@ class RequestPreparer:
         return prepared
 
     def adapter_scales(self, spec: ModelSpec) -> LoraScales:
-        """How much of each LoRA adapter replies have if their requests do not say it: what an admin has set, else as the
-        model was started. The engine is told with every request, so nothing is lost when it is started again."""
+        """How much of each LoRA adapter is added where a request does not say it: what an admin has set, else as the
+        model was started. The scales are sent with every request, so nothing is lost when the engine is started again."""
         started, scales = self._scales.get(spec.id, ((), ()))
         own = _started_with(spec)
         return scales if started == own else own  # its adapters were changed since: set it again

@@ -146,8 +146,8 @@ def discover(
 ) -> Catalog:
     """What there is in a folder, a ``.toml``, a GGUF file, ``hf:owner/repo[:quant]``, or with ``hf:`` in the Hub's cache.
 
-    ``resolve`` finds models of the Hub; by default only those in its local cache. ``state_dir`` is
-    where a model keeps states that has a disk cache of its own while the server has none.
+    ``resolve`` finds models of the Hub; by default only those in its local cache. ``state_dir``: the folder for the states
+    of models that have a disk cache of their own while the server has none.
     """
     found = _found(source, defaults, resolve, state_dir or str(cache_directory() / "states"))
     catalog = found if default is None else replace(found, default=default)

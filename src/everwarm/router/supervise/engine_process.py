@@ -90,7 +90,7 @@ OnMessage = Callable[[m.ToGateway], None]
 
 class Listener(asyncio.Protocol):
     """Passes an engine's messages on in the very call in which their bytes come: no task has to wake for a token.
-    ``ended`` is when the connection is; its result is what was wrong with a frame, or nothing."""
+    ``ended`` is done when the connection has ended; its result says what was wrong with a frame, or is empty."""
 
     def __init__(self, on_message: OnMessage) -> None:
         self._on_message = on_message
