@@ -46,7 +46,7 @@ from everwarm.engine.scheduling.scheduler import (
 from everwarm.engine.settings import EngineSettings
 from everwarm.engine.slots import Slot
 from everwarm.engine.speculation.draft_length import Proposal
-from everwarm.engine.speculation.speculator import Picked, Speculator, pick, with_probs
+from everwarm.engine.speculation.speculator import Picked, Speculator, pick, with_probs, written
 from everwarm.engine.stats import EngineStats, Speed
 from everwarm.engine.tiers.ram import Receipt
 from everwarm.errors import ContextFull, DecodeFailed, EverwarmError, MemoryFault, StateRejected, WeightsTouched
@@ -387,7 +387,8 @@ class Core:
         start = self.context.end(slot.seq)
         if draft is None:
             return Feed(slot.seq, tokens, start, stop == request.n_items, is_for_head=self._is_for_head(request))
-        return Feed(slot.seq, np.concatenate([tokens, draft.tokens]), start, True, len(draft.tokens))
+        tokens = np.concatenate([tokens, draft.tokens])
+        return Feed(slot.seq, tokens, start, True, len(draft.tokens), self._is_for_head(request))
 
     def _is_for_head(self, request: Request) -> bool:
         return request.may_draft and self.speculator.pacing.is_computing
@@ -398,26 +399,45 @@ class Core:
         """Every row is read before anything else is decoded: what follows from a draft comes last."""
         if self.picks is not None and len(feeds) > 1:
             self._pick_ahead(self.picks, feeds, drafts)
-        verified: list[tuple[Feed, list[Picked]]] = []
+        drafted: list[tuple[Feed, int]] = []
         for feed, row in _with_rows(feeds):
             slot = self.slots[feed.seq]
             request = slot.request
-            draft = drafts.get(feed.seq)
             if request is None:
                 continue  # it starts over
-            if draft is None:
-                self.move_on(slot, request, len(feed.tokens), row if feed.wants_logits else None, events)
+            if feed.seq in drafts:
+                drafted.append((feed, row))
             else:
-                picked = self._pick_drafted(slot, request, draft, row, events)
-                if picked:
-                    verified.append((feed, picked))
+                self.move_on(slot, request, len(feed.tokens), row if feed.wants_logits else None, events)
+        self._verify(drafted, drafts, events)
+        self.speculator.end()
+
+    def _verify(self, drafted: list[tuple[Feed, int]], drafts: dict[int, Proposal], events: list[Event]) -> None:
+        """What was picked is written even where the numbers of a later row were lost: samplers and constraints have taken
+        note of it."""
+        verified: list[tuple[Feed, list[Picked]]] = []
+        for feed, row in drafted:
+            slot = self.slots[feed.seq]
+            request = slot.request
+            if request is None:
+                continue  # it starts over
+            picked, error = pick(self.context, request, drafts[feed.seq], row)
+            if error is not None:
+                self._accept(verified, drafts, events)
+                events += written(request, picked)
+                return self._lose_numbers(slot, error, events)
+            verified.append((feed, picked))
+        return self._accept(verified, drafts, events)
+
+    def _accept(
+        self, verified: list[tuple[Feed, list[Picked]]], drafts: dict[int, Proposal], events: list[Event]
+    ) -> None:
         for feed, picked in verified:
             slot = self.slots[feed.seq]
             request = slot.request
-            if request is not None:  # else it starts over
-                events += self.speculator.accept(slot, request, feed, drafts[feed.seq], picked)
-                self._go_on(slot, request, picked[-1], events)
-        self.speculator.end()
+            assert request is not None
+            events += self.speculator.accept(slot, request, feed, drafts[feed.seq], picked)
+            self._go_on(slot, request, picked[-1], events)
 
     def _pick_ahead(self, picks: PickPool, feeds: list[Feed], drafts: dict[int, Proposal]) -> None:
         """The next tokens of the replies without drafts, all at once."""
@@ -427,16 +447,6 @@ class Core:
             if request is not None and feed.wants_logits and feed.seq not in drafts and request.ask.max_tokens:
                 wanted.append((request.sampler, row))
         picks.pick_ahead(self.context, wanted)
-
-    def _pick_drafted(
-        self, slot: Slot, request: Request, draft: Proposal, row: int, events: list[Event]
-    ) -> list[Picked]:
-        """Empty: the numbers were lost."""
-        try:
-            return pick(self.context, request, draft, row)
-        except DecodeFailed as error:
-            self._lose_numbers(slot, error, events)
-            return []
 
     def move_on(self, slot: Slot, request: Request, n_items: int, row: int | None, events: list[Event]) -> None:
         """Records that more items were decoded. ``row``: where the logits after the last item are."""

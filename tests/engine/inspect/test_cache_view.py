@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from everwarm.engine.core import Core
+from everwarm.engine.inspect.cache_commands import CacheCommands
 from everwarm.engine.inspect.cache_view import turn_page, walk
 from everwarm.engine.inspect.report import summary
 from everwarm.engine.process import messages as m
 from everwarm.engine.request import NewToken
 from everwarm.errors import TreeChanged
+from everwarm.prompt.prompt import Prompt
 from support.cache_orders import ask_tree
-from support.drive import EVERY_KIND, check, drain, open_core, run, step_until, submit, text, tidy
+from support.drive import EVERY_KIND, AtOnce, check, drain, open_core, run, step_until, submit, text, tidy
 
 SHARED = text(1, 200)
 
@@ -96,3 +98,21 @@ def test_one_that_runs_goes_on_while_its_lineage_is_dropped():
             core.cache.drop(root)
             check(core)
         assert drain(core)[request.id].tokens == alone
+
+
+def test_what_a_running_request_shares_with_a_prompt_is_not_pinned_as_another_text(monkeypatch):
+    """Of the deepest point that is kept the prompt has only the beginning."""
+    other, long = [*SHARED, *text(3, 60)], [*SHARED, *text(2, 200)]
+    pinned: list[m.CacheOrder] = []
+    monkeypatch.setattr(CacheCommands, "_carry_out", lambda *given: pinned.append(given[2]))
+    with open_core("llama") as core:
+        reply = run(core, other).tokens
+        submit(core, long, 40)
+        step_until(core, NewToken)
+        answers: list[m.Message] = []
+        commands = CacheCommands(core, answers.append, lambda id: id)
+        question = m.AskPrompt(5, "hold", m.Submit(0), ttl_s=60.0)
+        commands.hold(core, question, Prompt.of_tokens([*long, 1]), AtOnce(core))
+        assert not pinned and answers == [m.Answer(5, {"id": None, "pinned": False, "bytes": 0})]
+        commands.hold(core, question, Prompt.of_tokens([*other, *reply, *text(4, 20)]), AtOnce(core))
+        assert [core.cache.tree.by_id[order.node].n_items for order in pinned] == [len(other) + 3]  # the control

@@ -5,8 +5,10 @@ from collections import Counter
 import numpy as np
 
 from everwarm.config import Sampling
+from everwarm.engine import core as core_module
 from everwarm.engine.core import Core
 from everwarm.engine.request import Result
+from everwarm.engine.speculation.speculator import pick
 from everwarm.llama.batch import Feed
 from everwarm.llama.context import Context
 from support.drafts import Scripted, always_draft, drafting_core
@@ -77,20 +79,16 @@ def test_a_sampled_reply_has_the_distribution_of_the_model():
         assert chi_square(found, chances) < LIMIT
 
 
-def test_a_draft_that_is_accepted_too_often_is_noticed():
+def test_a_draft_that_is_accepted_too_often_is_noticed(monkeypatch):
     """The control: where drafts are taken unseen, the pairs have another distribution."""
     with drafting_core(n_slots=1, n_spares=2) as core:
         chances = expected(core)
         second = max(chances, key=chances.__getitem__)[1]
         always_draft(core, Stubborn([second, second]))
-        pick_drafted = core._pick_drafted
 
-        def trusting(slot, request, draft, row, events):
-            picked = pick_drafted(slot, request, draft, row, events)
-            return [(token, None) for token in draft.tokens.tolist()] + picked[-1:]
+        def trusting(context, request, draft, row):
+            picked, error = pick(context, request, draft, row)
+            return [(token, None) for token in draft.tokens.tolist()] + picked[-1:], error
 
-        type(core)._pick_drafted, before = (lambda _self, *args: trusting(*args)), type(core)._pick_drafted
-        try:
-            assert chi_square(sampled_pairs(core), chances) > LIMIT
-        finally:
-            type(core)._pick_drafted = before
+        monkeypatch.setattr(core_module, "pick", trusting)
+        assert chi_square(sampled_pairs(core), chances) > LIMIT

@@ -12,7 +12,7 @@ from everwarm.engine.speculation.lookup import SuffixLookup
 from everwarm.engine.verify import compare_with_cold
 from everwarm.errors import ModelFileError
 from everwarm.llama import blobs
-from support.drafts import CODE, STORY, always_draft, drafting_core, tokens_of
+from support.drafts import CODE, STORY, EveryStep, always_draft, drafting_core, recorded_drafts, tokens_of
 from support.drive import NEAR_TIE, check, drain, memory_of, regrets, replay, run, submit, text, tidy
 from support.image_cores import ask, make_image, seeing_core
 from support.models import EMBEDDED, tiny_model
@@ -100,6 +100,19 @@ def test_a_head_that_does_not_pay_reads_nothing_more(monkeypatch):
         run(core, [*prompt, *prompt, *prompt], 30)
         assert core.speculator.pacing.is_computing
         check(core)
+
+
+def test_a_head_that_is_left_alone_does_not_hear_of_drafts_that_are_found(monkeypatch):
+    """Having the model's rows takes time, and so does every change of that."""
+    with embedded(n_spares=4) as core:
+        always_draft(core)
+        core.speculator.drafters = [SuffixLookup()]
+        monkeypatch.setattr(EveryStep, "computed_length", lambda *_: 0)
+        monkeypatch.setattr(EveryStep, "is_computing", False)
+        feeds = recorded_drafts(core)
+        assert run(core, tokens_of(core, CODE), 40).n_drafted > 0
+        assert feeds and not any(feed.is_for_head for feed in feeds)
+        assert core.context.head.n_decodes == 0
 
 
 def test_an_end_of_generation_ends_the_draft():

@@ -107,6 +107,17 @@ def test_a_draft_now_and_then_must_bring_more_than_the_change_costs():
     assert chosen_length(known(1, 1, 1, 3), *short) == 1, "the way back has to be paid in any case"
 
 
+@pytest.mark.parametrize("kind", [StepCost, RepeatedStepCost])
+def test_rows_beyond_the_most_that_were_measured_never_cost_less_than_these(kind):
+    """One row may be measured a little too slow, and two as fast."""
+    cost = kind()
+    for n_rows, seconds in ((1, 1.0), (2, 0.9), (4, 0.9)):
+        for _ in range(100):
+            cost.learn(n_rows, seconds)
+    assert cost.seconds(4) < cost.seconds(1)
+    assert all(cost.seconds(n) == cost.seconds(4) for n in (5, 16, 64, 512))
+
+
 def test_reading_a_prompt_teaches_nothing_but_that_the_next_step_is_another():
     cost = known(1, 1, 1)
     before = [cost.seconds(n) for n in range(1, 64)]

@@ -5,12 +5,14 @@ from functools import cache
 import numpy as np
 import pytest
 
-from everwarm.config import Constraint, Sampling
+from everwarm.config import GREEDY, Constraint, Sampling
 from everwarm.engine.core import Core
 from everwarm.engine.request import Finish, Finished, NewToken, Result
 from everwarm.engine.speculation.draft_length import ONE_KIND, Proposal, Record, StepShape
 from everwarm.engine.speculation.step_cost import StepCost
+from everwarm.errors import DecodeFailed
 from everwarm.llama.constraints.matcher import ConstraintCompiler
+from everwarm.llama.sampler import Sampler
 from support.drafts import EveryStep, Scripted, always_draft, drafting_core, recorded_drafts
 from support.drive import (
     NEAR_TIE,
@@ -361,6 +363,37 @@ def test_a_constraint_binds_drafts():
         drafted = [token for feed in feeds for token in feed.tokens[-feed.n_draft :].tolist()]
         assert result.tokens == alone.tokens and result.n_draft_accepted > 0
         assert drafted and set(drafted) <= allowed
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+@pytest.mark.parametrize("is_bound", [True, False])
+def test_numbers_that_are_lost_behind_accepted_tokens_cost_no_reply_a_token(whose, is_bound, monkeypatch):
+    """The sampler and the constraint have taken note of what was picked before: of this draft, and of the neighbour's."""
+    prompts = [text(1, 50), text(2, 60)]
+    sampling = GREEDY if is_bound else Sampling(seed=5)
+    lost: list[int] = []
+
+    def lose_once(sampler, context, row):
+        if sampler is asked[whose].sampler and asked[whose].n_reply >= 6:
+            lost.append(row)
+            if len(lost) == 3:
+                raise DecodeFailed("the model's numbers overflowed (NaN)")
+        return picked(sampler, context, row)
+
+    replies: list[list[tuple[int, ...]]] = []
+    for speculate in ("off", "auto"):
+        with drafting_core(speculate=speculate) as core, ConstraintCompiler(core.model.vocab) as compiler:
+            if speculate == "auto":
+                known = [[*prompt, *reply] for prompt, reply in zip(prompts, replies[0], strict=True)]
+                always_draft(core, Scripted(known, [99], 4, n_vocab=256))
+                picked = Sampler.pick
+                monkeypatch.setattr(Sampler, "pick", lose_once)
+            form = compiler.compile(Constraint(kind="regex", text="[0-9]{5}-[a-z]{6}-[0-9]{9}")) if is_bound else None
+            asked = [submit(core, prompt, 20, sampling=sampling, constraint=form) for prompt in prompts]
+            results = drain(core)
+            replies.append([results[request.id].tokens for request in asked])
+    assert len(lost) > 3 and core.counts.n_decode_failures == 1
+    assert replies[1] == replies[0]
 
 
 @pytest.mark.parametrize("speculate", ["auto", "off"])

@@ -327,8 +327,8 @@ class Restorer:
             self._room.vacate(slot, self._tree.root(goal.namespace))
             self._context.share_kv(best, slot.seq, goal.prompt.mark(have))
         else:
-            if n_best > own:
-                self._writer.save_lineage(best, [n for n in path if own < n.n_items <= n_best])
+            if n_best > own:  # beyond ``n_items`` a path may agree only in part
+                self._writer.save_lineage(best, [n for n in path if own < n.n_items <= min(n_best, n_items)])
             self._context.keep_kv(slot.seq, goal.prompt.mark(have))
         self._stand(slot, goal, path, have, chunks)
         self._splice(slot, goal, n_items, path)
@@ -384,9 +384,10 @@ class Restorer:
 
     def _stand(self, slot: Slot, goal: Goal, path: Sequence[Node], n_items: int, chunks: Chunks) -> None:
         """Records that the slot holds the prompt's first ``n_items`` in these chunks; its node is the last one inside
-        them."""
+        them. The last of a path may agree only in part, while a running sequence shares more with the prompt."""
         root = self._tree.root(goal.namespace)
         inside = (node for node in reversed(path) if node.n_items <= n_items and self._tree.has(node))
+        inside = (node for node in inside if goal.prompt.common_prefix(node.path, node.start) >= node.n_items)
         slot.hold(goal.prompt.first(n_items), next(inside, root), chunks)
 
 

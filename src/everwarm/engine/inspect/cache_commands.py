@@ -126,7 +126,7 @@ class CacheCommands:
         match = restorer.match(prompt, namespace, restorer.sources(prompt, namespace))
         usable = match.usable
         if not core.context.kind.needs_checkpoints:
-            usable = tuple(node for node in match.path if 0 < node.n_items <= match.n_kv)[-1:]
+            usable = tuple(node for node in match.path if 0 < node.n_items <= min(match.n_kv, match.n_shared))[-1:]
         if not usable:
             return self._send(m.Answer(question.id, {"id": None, "pinned": False, "bytes": 0}))
         pin = m.CacheOrder(question.id, "pin", usable[0].id, namespace, question.pin_quota, question.ttl_s)

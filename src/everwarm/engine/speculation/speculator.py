@@ -32,6 +32,7 @@ from everwarm.engine.speculation.draft_length import Pacing, Proposal, StepShape
 from everwarm.engine.speculation.lookup import SuffixLookup, TreeLookup
 from everwarm.engine.speculation.model_drafter import ComputingDrafter
 from everwarm.engine.stats import EngineStats
+from everwarm.errors import DecodeFailed
 from everwarm.llama.batch import DraftRequest, Feed, Tokens
 from everwarm.llama.context import Context
 from everwarm.types import Mark, Position, SeqId, TokenCount
@@ -247,11 +248,7 @@ class Speculator:
             n_kept = self.rollback.cut(feed, n_kept)
         if n_kept:
             slot.advance(n_kept)
-        events = []
-        for token, (_, probs) in zip(draft.tokens[:n_accepted].tolist(), picked, strict=False):
-            request.append(token)
-            events.append(NewToken(request.id, token, probs))
-        return events
+        return written(request, picked[:-1])
 
     def judge(self, request: Request, draft: Proposal, n_accepted: int) -> None:
         """Records what became of a draft."""
@@ -283,16 +280,29 @@ class Speculator:
 # what the request's own sampler picks decides, token by token
 
 
-def pick(context: Context, request: Request, draft: Proposal, row: int) -> list[Picked]:
-    """The next tokens, one after each row from ``row`` on, until one is not as drafted or ends the reply.
-    ``DecodeFailed``: the numbers were lost."""
+def pick(context: Context, request: Request, draft: Proposal, row: int) -> tuple[list[Picked], DecodeFailed | None]:
+    """The next tokens, one after each row from ``row`` on, until one is not as drafted or ends the reply, or until the
+    numbers were lost: then all of them are as drafted."""
     picked: list[Picked] = []
     for i, drafted in enumerate([*draft.tokens.tolist(), None]):
-        token = request.sampler.pick(context, row + i)
+        try:
+            token = request.sampler.pick(context, row + i)
+        except DecodeFailed as error:
+            return picked, error
         picked.append(with_probs(context, request, row + i, token))
         if _is_end(context, request, token) or token != drafted:
             break
-    return picked
+    return picked, None
+
+
+def written(request: Request, picked: Sequence[Picked]) -> list[NewToken]:
+    """The reply has these tokens more, and does not end with them."""
+    events = []
+    for token, probs in picked:
+        assert token is not None
+        request.append(token)
+        events.append(NewToken(request.id, token, probs))
+    return events
 
 
 def with_probs(context: Context, request: Request, row: int, token: int | None) -> Picked:

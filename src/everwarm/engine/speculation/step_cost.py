@@ -94,7 +94,7 @@ class StepCost:
         drafts would never be tried if all cost as much as the second."""
         if self._read_s is not None and self._one_s is not None:
             return self._read_s / self._one_s
-        return SLOPE if low == 1 else min(SLOPE, (self._multiples[low] - 1) / (low - 1))
+        return SLOPE if low == 1 else max(0.0, min(SLOPE, (self._multiples[low] - 1) / (low - 1)))
 
 
 class RepeatedStepCost(StepCost):
