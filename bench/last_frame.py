@@ -54,10 +54,10 @@ def _take_turns(server: Server) -> list[Waited]:
     waits = []
     for n_round in range(N_ROUNDS):
         for i, prompt in enumerate(prompts):
-            said = post(server, "/completion", _body(prompt))
-            prompts[i] = [*prompt, *said["tokens"], *words.integers(0, N_VOCAB, N_NEW).tolist()]
+            message = post(server, "/completion", _body(prompt))
+            prompts[i] = [*prompt, *message["tokens"], *words.integers(0, N_VOCAB, N_NEW).tolist()]
             if n_round >= N_WARM:
-                waits.append(Waited(said["timings"]["keep_ms"], said["kept"]))
+                waits.append(Waited(message["timings"]["keep_ms"], message["kept"]))
     return waits
 
 

@@ -87,5 +87,5 @@ AS_IT_IS = CALLS.replace("ARGUMENTS", "c.function.arguments")
 @pytest.mark.parametrize("source", [TEXT_OF_TEXT, AS_IT_IS])
 def test_arguments_come_as_the_template_takes_them(source):
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
-    said = ChatTemplate(source).render([user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert said == '{"city": "Rome"}'
+    output = ChatTemplate(source).render([user("x"), {"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert output == '{"city": "Rome"}'

@@ -115,8 +115,8 @@ def _in_other_words(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(item: dict[str, Any]) -> bool:
-    said = json.dumps(item)
-    return item.get("role") not in ("developer", "user") or any(text in said for text in (FIRST, SECOND))
+    message = json.dumps(item)
+    return item.get("role") not in ("developer", "user") or any(text in message for text in (FIRST, SECOND))
 
 
 def _numbered(text: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from support.campaign import crossed
-from support.loops import Anthropic, Chat, Ollama, Previous, Responses, Said, Talk, talking
+from support.loops import Anthropic, Chat, LoopReply, Ollama, Previous, Responses, Talk, talking
 from support.server import GUARD, Server, metric, serving
 from support.shown import Shown
 
@@ -51,7 +51,7 @@ def reader() -> Iterator[Reader]:
 
 @dataclass(frozen=True)
 class Turn:
-    said: Said
+    message: LoopReply
     n_read: int
     n_new: int  # what no prompt had
     n_again: int  # by the server's count, which knows replies as well
@@ -64,17 +64,17 @@ class Loop:
         self._reader, self._talk = reader, talk
         self.turns: list[Turn] = []
 
-    def say(self) -> Said:
-        prompt, said = self._talk.prompt(), self._talk.say()
+    def say(self) -> LoopReply:
+        prompt, message = self._talk.prompt(), self._talk.say()
         n_read, n_again = self._reader.counted()
-        assert said.n_prompt == len(prompt)
-        assert said.n_cached is None or said.n_prompt - said.n_cached == n_read
+        assert message.n_prompt == len(prompt)
+        assert message.n_cached is None or message.n_prompt - message.n_cached == n_read
         n_new = len(prompt) - self._reader.shown.n_known(prompt)
         assert n_read <= n_new + GUARD
         assert n_again >= n_read - n_new, "the server must not know less than what it was shown"
         self._reader.shown.add(prompt)
-        self.turns.append(Turn(said, n_read, n_new, n_again))
-        return said
+        self.turns.append(Turn(message, n_read, n_new, n_again))
+        return message
 
 
 def hold(loop: Loop, talk: Talk, cities: Sequence[str], *, think: bool) -> None:
@@ -99,6 +99,6 @@ def test_a_loop_of_tools_reads_only_what_is_new(reader, dialect, think, stream):
     with talking(dialect, reader.server, think=think, stream=stream) as talk:
         loop = Loop(reader, talk)
         hold(loop, talk, cities, think=think)
-    n_prompt, n_again = (sum(of) for of in zip(*((t.said.n_prompt, t.n_again) for t in loop.turns), strict=True))
+    n_prompt, n_again = (sum(of) for of in zip(*((t.message.n_prompt, t.n_again) for t in loop.turns), strict=True))
     assert len(loop.turns) == 20 and n_prompt > 5000
     assert n_again <= ALLOWED * n_prompt, [turn.n_again for turn in loop.turns]

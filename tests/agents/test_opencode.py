@@ -103,4 +103,4 @@ def _in_other_words(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" or any(said in message["content"] for said in (FIRST, SECOND))
+    return message["role"] == "assistant" or any(output in message["content"] for output in (FIRST, SECOND))

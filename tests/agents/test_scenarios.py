@@ -141,9 +141,9 @@ def test_thinking_stripped(scene):
     messages = [SYSTEM]
     for a, b in ((3, 4), (7, 8), (2, 9), (5, 6)):
         messages = [*messages, user(f"{words(40, a)} What is {a} + {b}?")]
-        said = scene.say(f"{a} + {b}", messages, think=True, max_tokens=160)
-        assert said["reasoning_content"]
-        messages = [*messages, without_thoughts(said)]
+        output = scene.say(f"{a} + {b}", messages, think=True, max_tokens=160)
+        assert output["reasoning_content"]
+        messages = [*messages, without_thoughts(output)]
 
 
 def test_thinking_kept(scene):
@@ -214,8 +214,8 @@ def test_compaction(scene):
     messages = scene.talk(4)
     summary = user(f"This is what was said so far: {words(60, 77)}")
     compact = [SYSTEM, summary, user("Go on.")]
-    said = scene.say("after it", compact)
-    scene.say("the next turn", [*compact, said, user("Who are you?")])
+    output = scene.say("after it", compact)
+    scene.say("the next turn", [*compact, output, user("Who are you?")])
     scene.say("the old one again", [*messages, user("Who are you?")])
 
 
@@ -236,8 +236,8 @@ def test_interleave_6_on_2(scene):
     talks = [[SYSTEM, user(words(60, 1000 + i))] for i in range(6)]
     for turn in range(3):
         for i, messages in enumerate(talks):
-            said = scene.say(f"turn {turn + 1} of {i + 1}", messages, max_tokens=8)
-            messages += [said, user(f"And what is {i} + {turn}?")]
+            output = scene.say(f"turn {turn + 1} of {i + 1}", messages, max_tokens=8)
+            messages += [output, user(f"And what is {i} + {turn}?")]
 
 
 def test_volatile_date(scene):
@@ -245,8 +245,8 @@ def test_volatile_date(scene):
     before, after = words(300, 8), words(300, 9)
     for n, day in enumerate(DAYS):
         messages = [{"role": "system", "content": f"{before}\nToday is {day}.\n{after}"}, user("Who are you?")]
-        said = scene.say(day, messages, bound=SPACING if n == 1 else GUARD)
-        scene.say("the next turn", [*messages, said, user("Hello!")])
+        output = scene.say(day, messages, bound=SPACING if n == 1 else GUARD)
+        scene.say("the next turn", [*messages, output, user("Hello!")])
 
 
 def test_cancel_and_retry(scene):
@@ -255,8 +255,8 @@ def test_cancel_and_retry(scene):
     scene.say("after half a reply", messages)
     unread = [*messages, user(words(900, 7))]
     leave(scene, scene.body(unread), n_bytes=0)
-    said = scene.say("after half a reading", unread)
-    scene.say("the next turn", [*unread, said, user("Hello!")])
+    output = scene.say("after half a reading", unread)
+    scene.say("the next turn", [*unread, output, user("Hello!")])
 
 
 def test_regret_would_be_seen(server):

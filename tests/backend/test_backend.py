@@ -245,11 +245,11 @@ def test_a_build_that_fails_says_its_last_lines_and_leaves_what_was_there(path, 
 
 
 @pytest.mark.parametrize(
-    ("said", "hint"),
+    ("message", "hint"),
     [("links to CUDA::cublas", "install all of it"), ("but no GPU was detected", "give its number with --cuda-arch")],
 )
-def test_what_cmake_leaves_unsaid_is_said(path, pinned, said, hint):
-    program(path, "cmake", f"echo '{said}'; exit 1")
+def test_what_cmake_leaves_unsaid_is_said(path, pinned, message, hint):
+    program(path, "cmake", f"echo '{message}'; exit 1")
     with pytest.raises(EverwarmError, match=f"configuring failed .*{hint}"):
         install("native", pinned)
 
@@ -310,12 +310,12 @@ def test_where_there_is_no_terminal_progress_is_lines(path, pinned, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "gone", "said"), [("native", "c++", "no C.. compiler"), ("vulkan", "", "glslc was not found")]
+    ("kind", "gone", "message"), [("native", "c++", "no C.. compiler"), ("vulkan", "", "glslc was not found")]
 )
-def test_a_tool_that_is_missing_is_named_before_anything_is_fetched(path, tmp_path, kind, gone, said):
+def test_a_tool_that_is_missing_is_named_before_anything_is_fetched(path, tmp_path, kind, gone, message):
     if gone:
         (path / gone).unlink()
-    with pytest.raises(EverwarmError, match=said):
+    with pytest.raises(EverwarmError, match=message):
         find_tools(kind, tmp_path / "tools", quietly)
 
 

@@ -20,7 +20,7 @@ def here(monkeypatch, capsys) -> Run:
         monkeypatch.setattr(sys, "argv", ["everwarm", *arguments])
         with pytest.raises(SystemExit) as ended:
             app.main()
-        said = capsys.readouterr()
-        return CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)
+        message = capsys.readouterr()
+        return CompletedProcess(arguments, int(ended.value.code or 0), message.out, message.err)
 
     return run

@@ -120,8 +120,8 @@ def test_config_shows_what_serve_would_run_with(tmp_path):
 )
 def test_a_misspelt_variable_is_an_error_that_says_what_would_be_right(here, monkeypatch, name, hint):
     monkeypatch.setenv(name, "1")
-    said = sentence(here("config"))
-    assert name in said and hint in said
+    message = sentence(here("config"))
+    assert name in message and hint in message
 
 
 def test_short_names_are_llama_servers(here):
@@ -153,7 +153,7 @@ def test_a_key_is_not_shown(here):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("[serve]\nctx-sise = 5\n", "has ctx-sise in [serve], which is nothing known; did you mean ctx-size?"),
         ("[srve]\nctx-size = 5\n", "has a table [srve], which is nothing known; did you mean serve?"),
@@ -162,11 +162,11 @@ def test_a_key_is_not_shown(here):
         ("[cache.prune]\nkeeb = 1\n", "has keeb in [cache.prune], which is nothing known; did you mean keep?"),
     ],
 )
-def test_an_unknown_table_or_key_in_the_file_is_an_error(here, monkeypatch, tmp_path, text, said):
+def test_an_unknown_table_or_key_in_the_file_is_an_error(here, monkeypatch, tmp_path, text, message):
     path = tmp_path / "wrong.toml"
     path.write_text(text)
     monkeypatch.setenv("EVERWARM_CONFIG", str(path))
-    assert said in sentence(here("config"))
+    assert message in sentence(here("config"))
 
 
 @pytest.mark.parametrize("text", ["[config\n", "ctx-size = = 1\n"])
@@ -181,7 +181,7 @@ def test_a_file_that_is_missing_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--slots", "0"], "--slots is 0; give 1 to 64"),
         (["-c", "-1"], "--ctx-size is -1; give 1 to 67108864 cells"),
@@ -194,8 +194,8 @@ def test_a_file_that_is_missing_is_an_error(tmp_path):
         (["--host", "0.0.0.0"], "0.0.0.0 can be reached from other machines: give --api-key, or bind to 127.0.0.1"),
     ],
 )
-def test_a_bad_value_is_answered_with_one_sentence(here, flags, said):
-    assert sentence(here("config", *flags)) == f"everwarm: {said}"
+def test_a_bad_value_is_answered_with_one_sentence(here, flags, message):
+    assert sentence(here("config", *flags)) == f"everwarm: {message}"
 
 
 @pytest.mark.parametrize("arguments", [["serve"], ["serve", "--demo", "x.gguf"]])
@@ -212,24 +212,24 @@ def test_a_model_file_that_is_missing_or_none_is_said_at_once(tmp_path):
     missing, broken = tmp_path / "missing.gguf", tmp_path / "broken.gguf"
     broken.write_bytes(b"not a model")
     for path in (missing, broken):
-        said = sentence(run_cli("serve", str(path), "--port", "0"))
-        assert said.startswith("everwarm: ") and path.name in said and "\n" not in said
+        message = sentence(run_cli("serve", str(path), "--port", "0"))
+        assert message.startswith("everwarm: ") and path.name in message and "\n" not in message
 
 
 def test_the_summary_at_the_start_says_what_was_loaded_and_what_the_disk_may_take(tmp_path):
     with serving("--disk-cache", "900TiB", "--state-dir", str(tmp_path)) as server:
         until(lambda: "page at /" in server.log, "it has said everything")
-    said = " ".join(server.log.split())
-    assert "(qwen35 " in said and "?B" not in said
+    message = " ".join(server.log.split())
+    assert "(qwen35 " in message and "?B" not in message
     assert re.search(
-        r"kept on disk: up to [\d.]+ [GT]iB more in \S+ \(--disk-cache 900.0 TiB has no room there\)", said
+        r"kept on disk: up to [\d.]+ [GT]iB more in \S+ \(--disk-cache 900.0 TiB has no room there\)", message
     )
 
 
 def test_a_port_that_is_taken_is_said():
     with serving() as server:
-        said = sentence(run_cli("serve", "--demo", "--port", str(server.port)))
-    assert said == f"everwarm: cannot listen on 127.0.0.1:{server.port}: Address already in use"
+        message = sentence(run_cli("serve", "--demo", "--port", str(server.port)))
+    assert message == f"everwarm: cannot listen on 127.0.0.1:{server.port}: Address already in use"
 
 
 # the demo, and models for tests

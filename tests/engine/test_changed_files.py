@@ -213,13 +213,13 @@ def test_nothing_is_shared_by_an_engine_whose_file_was_overwritten(live: Path, b
 
 
 def test_a_slot_is_not_saved_by_an_engine_whose_file_was_overwritten(tmp_path: Path, live: Path) -> None:
-    said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+    output: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
     with open_core(path=live) as core:
         assert core.model.fingerprint
         run(core, PROMPT)
         overwrite(live, NEW)
-        SlotCommands(core, said.put).handle(m.SlotAction(7, 0, "save", str(tmp_path / "a.bin")), AtOnce(core))
-        answer = said.get(timeout=60)
+        SlotCommands(core, output.put).handle(m.SlotAction(7, 0, "save", str(tmp_path / "a.bin")), AtOnce(core))
+        answer = output.get(timeout=60)
     assert isinstance(answer, m.Failed) and answer.status == 503 and "was changed" in answer.message
     assert not (tmp_path / "a.bin").exists() and not list(tmp_path.glob("a.bin*"))
 

@@ -93,8 +93,8 @@ def test_words_come_only_where_they_are_asked_for(server):
 def test_a_chat_that_goes_on_is_extended(server):
     story = words(100, 5)
     first = chat(server, story, "Hi.", max_tokens=8)
-    said = first["choices"][0]["message"]["content"]
-    second = chat(server, story, "Hi.", said, "And now?")
+    message = first["choices"][0]["message"]["content"]
+    second = chat(server, story, "Hi.", message, "And now?")
     assert cache(second)["reason"] in ("extended", "edited_at") and cache(second)["again"] is None
     assert second["timings"]["cache_n"] > 100
 
@@ -196,8 +196,8 @@ def body_file(path: Path, body: Any) -> str:
 
 def messages(system: str, *more: str) -> Any:
     roles = ("user", "assistant", "user")
-    said = [{"role": role, "content": text} for role, text in zip(roles, more, strict=False)]
-    return {"messages": [{"role": "system", "content": system}, *said]}
+    message = [{"role": role, "content": text} for role, text in zip(roles, more, strict=False)]
+    return {"messages": [{"role": "system", "content": system}, *message]}
 
 
 def explain_json(tmp_path: Path, first: Any, second: Any, *flags: str) -> Any:
@@ -269,7 +269,7 @@ def test_explain_takes_completions_and_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("{", "is not JSON"),
         ("[1]", "neither messages (chat) nor prompt"),
@@ -281,9 +281,9 @@ def test_explain_takes_completions_and_tokens(tmp_path):
         ({"messages": [{"role": "user", "content": "a"}], "max_tokens": -5}, "$.max_tokens"),
     ],
 )
-def test_explain_says_what_is_wrong_with_a_file(tmp_path, source, body, said):
+def test_explain_says_what_is_wrong_with_a_file(tmp_path, source, body, message):
     good = read_file(Path(body_file(tmp_path / "a.json", {"prompt": "Once upon a time"})))
-    with pytest.raises(BadRequest, match=re.escape(said)):
+    with pytest.raises(BadRequest, match=re.escape(message)):
         explained(good, read_file(Path(body_file(tmp_path / "b.json", body))), source)
 
 
@@ -291,7 +291,7 @@ def test_explain_without_files_models_or_servers(tmp_path):
     good = body_file(tmp_path / "a.json", {"prompt": "Once upon a time"})
     empty, torn = body_file(tmp_path / "e.json", {"messages": []}), body_file(tmp_path / "t.json", "{")
     none = str(tmp_path / "none.json")
-    for second, flags, said in (
+    for second, flags, message in (
         (good, (), "--demo, or --url"),
         (good, ("--demo", "--url", "http://127.0.0.1:9"), "--demo, or --url"),
         (good, ("--model", good), "is not a GGUF file"),
@@ -300,14 +300,14 @@ def test_explain_without_files_models_or_servers(tmp_path):
         (torn, ("--demo",), "t.json is not JSON"),
     ):
         done = run_cli("explain", good, second, *flags)
-        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr)
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, (flags, done.stderr)
 
 
 @pytest.mark.parametrize(
-    ("url", "said"), [("http://127.0.0.1:9", "no answer from"), ("nonsense", "is not a server's address")]
+    ("url", "message"), [("http://127.0.0.1:9", "no answer from"), ("nonsense", "is not a server's address")]
 )
-def test_explain_says_what_is_wrong_with_a_server(url, said):
-    with pytest.raises(EverwarmError, match=said), source_for(None, url, None, None, CheckpointParams()):
+def test_explain_says_what_is_wrong_with_a_server(url, message):
+    with pytest.raises(EverwarmError, match=message), source_for(None, url, None, None, CheckpointParams()):
         pass
 
 

@@ -182,10 +182,10 @@ def walk_ollama(client: ollama.Client) -> None:
         client.chat("tiny", messages=MESSAGES, format=form, **asked).message.content or ""
     )
     assert client.chat("tiny", messages=MESSAGES, tools=TOOLS, **asked).done
-    said = client.generate("tiny", "Who are you?", think=False, **asked)
-    assert said.response and list(client.generate("tiny", "Who are you?", stream=True, **asked))
+    reported = client.generate("tiny", "Who are you?", think=False, **asked)
+    assert reported.response and list(client.generate("tiny", "Who are you?", stream=True, **asked))
     assert client.generate("tiny", "Who", raw=True, **asked).eval_count
-    assert client.generate("tiny", "And now?", context=said.context, **asked).done
+    assert client.generate("tiny", "And now?", context=reported.context, **asked).done
     assert len(client.embed("bert", ["a river", "a stone"]).embeddings) == 2
     assert len(client.embeddings("bert", "a river").embedding) == 32
     assert {model.model for model in client.list().models} == {"tiny:latest", "bert:latest"}
@@ -212,11 +212,11 @@ def walk_derived_models(client: ollama.Client) -> None:
     assert {model.model for model in client.list().models} >= {"pirate:latest", "second:latest"}
     shown = client.show("second")
     assert "You are a pirate." in (shown.modelfile or "") and "num_predict 9" in (shown.parameters or "")
-    said = client.chat("second", messages=MESSAGES)
+    reported = client.chat("second", messages=MESSAGES)
     system: Any = [{"role": "system", "content": "You are a pirate."}, *MESSAGES]
     same = client.chat("tiny", messages=system, options={"temperature": 0, "num_predict": 9})
-    assert said.message.content == same.message.content and said.model == "second"
-    assert said.prompt_eval_count == same.prompt_eval_count and said.eval_count == same.eval_count
+    assert reported.message.content == same.message.content and reported.model == "second"
+    assert reported.prompt_eval_count == same.prompt_eval_count and reported.eval_count == same.eval_count
     assert client.chat("second", messages=system).prompt_eval_count == same.prompt_eval_count  # its own counts
     told = client.generate("pirate", "Who are you?", options={"num_predict": 2})
     assert told.eval_count == 2

@@ -13,12 +13,12 @@ from support.models import tiny_vision
 from support.server import serving
 
 
-def said(id: str, parent: str, role: str, content: str, **more: Any) -> dict[str, Any]:
+def output(id: str, parent: str, role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"id": id, "parent": parent, "role": role, "content": content, **more}
 
 
 def talk(id: str, question: str, answer: str) -> dict[str, Any]:
-    messages = {"q": said("q", "root", "user", question), "a": said("a", "q", "assistant", answer)}
+    messages = {"q": output("q", "root", "user", question), "a": output("a", "q", "assistant", answer)}
     return {"id": id, "title": question, "at": 5, "messages": messages, "chosen": {"root": "q", "q": "a"}, "cut": None}
 
 
@@ -114,10 +114,10 @@ def test_a_strange_file_is_refused_with_the_reason_and_a_hostile_one_does_nothin
         assert "can be read" in given(json.dumps({**head, "talks": talks})), talks
     evil = talk("evil", "<img src=x onerror=boom()>", "[a](javascript:boom())")
     evil["messages"] |= {
-        "loop": said("loop", "loop", "user", "round"),
+        "loop": output("loop", "loop", "user", "round"),
         "bad": {"id": "bad", "parent": "a", "role": "system", "content": "no such role"},
-        "odd": said("odd", "a", "user", "odd", pictures="x"),
-        "toString": said("__proto__", "a", "user", "x"),
+        "odd": output("odd", "a", "user", "odd", pictures="x"),
+        "toString": output("__proto__", "a", "user", "x"),
     }
     evil["chosen"] |= {"loop": "loop", "a": "bad", "toString": "valueOf"}
     odd = {"toString": 1}  # what cannot become a text

@@ -118,8 +118,8 @@ def test_a_turn_says_what_reading_all_of_it_would_have_taken(tab):
     cases = [[0, 4012, 1900.0, None], [3981, 31, 50.0, 1900.0], [3981, 31, 50.0, None], [20, 5, 8.0, 4.0]]
     say = """async (cases) => { const words = await import('/page/words.js');
         return cases.map((each) => words.counterfactual(...each)) }"""
-    said = tab.page.evaluate(say, cases)
-    assert said == [
+    output = tab.page.evaluate(say, cases)
+    assert output == [
         "All 4,012 tokens were cold: read in 1.9 s",
         "3,981 of 4,012 tokens already warm: 50 ms instead of 1.9 s",
         "3,981 of 4,012 tokens already warm: 50 ms",
@@ -273,9 +273,9 @@ def test_markup_from_anybody_stays_text(browser, scripted):
         tab.replies().last.locator(".thinking summary").click()
         tab.replies().last.locator("details.turn summary").click()
         tab.page.wait_for_function("() => everwarm.tree.picture.rows.length")
-        said = "[...everwarm.tree.picture.places.values()].find((p) => p.node.words?.includes('onerror'))"
-        tab.page.wait_for_function(f"() => {said}")
-        tab.page.evaluate(f"everwarm.tree.select({said})")
+        output = "[...everwarm.tree.picture.places.values()].find((p) => p.node.words?.includes('onerror'))"
+        tab.page.wait_for_function(f"() => {output}")
+        tab.page.evaluate(f"everwarm.tree.select({output})")
         assert "onerror" in tab.page.locator(".node-card .words").inner_text()
         tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
         tab.page.evaluate("tool => { everwarm.chat.extra = {tools: [tool]} }", tool)
@@ -293,7 +293,7 @@ def test_markup_from_anybody_stays_text(browser, scripted):
         )  # the negative control: the policy would have been broken
         tab.page.evaluate("window.broken = []")
         tab.asked[:] = [each for each in tab.asked if "127.0.0.2" not in each]
-        tab.said.clear()
+        tab.output.clear()
 
 
 def test_the_result_of_a_tool_can_be_entered(browser, scripted):
@@ -557,11 +557,11 @@ def test_a_model_is_downloaded_used_and_deleted_on_the_page(browser, tmp_path, m
         ):
             page = tab.page
 
-            def pull(name: str, said: str) -> None:
+            def pull(name: str, output: str) -> None:
                 page.fill("#pull-name", name)
                 page.click("#pull")
                 page.wait_for_function(
-                    "said => document.getElementById('pull-said').innerText.includes(said)", arg=said
+                    "said => document.getElementById('pull-said').innerText.includes(said)", arg=output
                 )
 
             page.wait_for_selector(".pull:not([hidden])")

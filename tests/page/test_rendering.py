@@ -27,27 +27,27 @@ def f(x):
 
 def kept(reply: str) -> str:
     """A script that puts a conversation into a fresh profile."""
-    said = {
+    message = {
         "u": {"id": "u", "parent": "root", "role": "user", "content": "Hello"},
         "r": {"id": "r", "parent": "u", "role": "assistant", "content": reply},
     }
-    talk = {"id": "t", "title": "Kept", "at": 1, "chosen": {"root": "u", "u": "r"}, "cut": None, "messages": said}
+    talk = {"id": "t", "title": "Kept", "at": 1, "chosen": {"root": "u", "u": "r"}, "cut": None, "messages": message}
     return setup("") + f"localStorage.setItem('everwarm.talks', {json.dumps(json.dumps([talk]))});"
 
 
 def test_a_reply_has_tables_links_and_highlighted_code_and_nothing_else(browser, server):
     with opened(browser, server.url, setup=kept(REPLY), permissions=["clipboard-read", "clipboard-write"]) as tab:
         page = tab.page
-        said = page.locator(".message.assistant .said")
-        said.locator("td.right").wait_for()
-        assert said.locator("pre .keyword").all_inner_texts() == ["def", "return"]
-        link = said.get_by_role("link", name="this")
+        message = page.locator(".message.assistant .said")
+        message.locator("td.right").wait_for()
+        assert message.locator("pre .keyword").all_inner_texts() == ["def", "return"]
+        link = message.get_by_role("link", name="this")
         assert link.get_attribute("href") == "https://example.org/x" and "noopener" in link.get_attribute("rel")
         assert link.get_attribute("target") == "_blank"
-        assert said.locator("math msup").evaluate("(each) => each.getBoundingClientRect().width") > 5, "it is drawn"
-        assert said.locator("script, img, iframe, [onerror], a[href^=javascript]").count() == 0
-        assert "<script>boom()</script>" in said.inner_text()
-        said.locator(".code .copy").click()
+        assert message.locator("math msup").evaluate("(each) => each.getBoundingClientRect().width") > 5, "it is drawn"
+        assert message.locator("script, img, iframe, [onerror], a[href^=javascript]").count() == 0
+        assert "<script>boom()</script>" in message.inner_text()
+        message.locator(".code .copy").click()
         page.wait_for_function("() => document.querySelector('.code .copy').textContent === 'Copied'")
         assert page.evaluate("navigator.clipboard.readText()") == "def f(x):\n    return x"
         page.locator(".message.assistant .actions .copy").click()
@@ -83,8 +83,8 @@ def test_the_page_builds_no_element_that_it_does_not_know(browser, server):
 def test_a_reply_that_the_server_does_not_render_is_shown_all_the_same(browser, server):
     long = "**bold** words\n\n" * 3000
     with opened(browser, server.url, setup=kept(long)) as tab:
-        said = tab.page.locator(".message.assistant .said")
-        assert said.locator("strong").count() == 3000
+        message = tab.page.locator(".message.assistant .said")
+        assert message.locator("strong").count() == 3000
 
 
 def test_bad_bodies_are_refused_and_large_ones_are_bounded(server):

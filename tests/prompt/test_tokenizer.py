@@ -314,7 +314,9 @@ def test_many_sure_places_cost_the_text_once_and_then_nothing(models, monkeypatc
     vocab, n_chars = models["embedded"].vocab, []
     tokenizer, text = Tokenizer(vocab), "<|im_start|>" + "some words of a long line\n" * 400
     plain = vocab.tokenize
-    monkeypatch.setattr(vocab, "tokenize", lambda said, **more: (n_chars.append(len(said)), plain(said, **more))[1])
+    monkeypatch.setattr(
+        vocab, "tokenize", lambda output, **more: (n_chars.append(len(output)), plain(output, **more))[1]
+    )
     offsets = range(12, len(text), 150)
     counts = tokenizer.sure_counts_at(text, offsets)
     assert counts == sorted(counts)

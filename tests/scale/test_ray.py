@@ -46,8 +46,8 @@ class Talk:
 
     def turn(self, server: Any) -> None:
         n = len(self.replies)
-        said = words(200, 100 * self.seed) if n == 0 else words(30, 100 * self.seed + n)
-        self.messages.append({"role": "user", "content": said})
+        output = words(200, 100 * self.seed) if n == 0 else words(30, 100 * self.seed + n)
+        self.messages.append({"role": "user", "content": output})
         asked = {"messages": self.messages, "logprobs": True, "deterministic": self.exact, **GREEDY}
         reply = _asked_again(lambda: server.post("/v1/chat/completions", asked))
         assert reply.status == 200, reply.data
@@ -207,8 +207,8 @@ def test_streams_pass_through_to_a_real_client(cluster: Fleet) -> None:
         chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
     text = "".join((getattr(d, "reasoning_content", None) or "") + (d.content or "") for d in deltas)
-    said = whole.choices[0].message
-    assert text == (getattr(said, "reasoning_content", None) or "") + (said.content or "") != ""
+    output = whole.choices[0].message
+    assert text == (getattr(output, "reasoning_content", None) or "") + (output.content or "") != ""
     assert sum(bool(d.content or getattr(d, "reasoning_content", None)) for d in deltas) > 1, "it came in pieces"
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
 

@@ -106,8 +106,8 @@ def test_after_the_last_frame_nothing_is_read_again(server, name):
         data = read_then_kill(server, path, body)
         assert n_read(server, path, body) <= GUARD
         if "messages" in body:
-            said = _said(data) if body.get("stream") else json.loads(data)["choices"][0]["message"]["content"]
-            turns = [{"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+            message = _said(data) if body.get("stream") else json.loads(data)["choices"][0]["message"]["content"]
+            turns = [{"role": "assistant", "content": message}, {"role": "user", "content": "And?"}]
             assert n_read(server, path, body | {"messages": [*body["messages"], *turns]}) <= N_NEW + GUARD
 
 

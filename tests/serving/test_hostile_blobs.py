@@ -66,10 +66,10 @@ class Answer:
 
     @staticmethod
     def of(reply: Reply) -> Answer:
-        said = reply.json["completion_probabilities"]
-        tops = [sorted(top["logprob"] for top in one["top_logprobs"]) for one in said]
+        message = reply.json["completion_probabilities"]
+        tops = [sorted(top["logprob"] for top in one["top_logprobs"]) for one in message]
         margin = min((top[-1] - top[-2] for top in tops), default=0.0)
-        return Answer(tuple(one["id"] for one in said), np.array([one["logprob"] for one in said]), margin)
+        return Answer(tuple(one["id"] for one in message), np.array([one["logprob"] for one in message]), margin)
 
     def is_like(self, other: Answer) -> bool:
         return self.tokens == other.tokens and self.distance(other) <= TOLERANCE
@@ -219,12 +219,12 @@ class Campaign:
         return self.server.post(f"/slots/{slot}?action={action}", {"filename": "attacked.bin", "cache_salt": salt})
 
     def _outcome(self, order: Order, n_deaths: int) -> str:
-        said = [entry.said for entry in read_log(self.directory) if entry.number == order.number]
-        assert "given" in said and "failed" not in said, f"{order} was not tried: {said}"
-        self.outcomes["blobs"] += said.count("given")
+        message = [entry.message for entry in read_log(self.directory) if entry.number == order.number]
+        assert "given" in message and "failed" not in message, f"{order} was not tried: {message}"
+        self.outcomes["blobs"] += message.count("given")
         if n_deaths:
-            return "died" if "accepted" not in said else "accepted, then died"
-        return "accepted" if "accepted" in said else "refused"
+            return "died" if "accepted" not in message else "accepted, then died"
+        return "accepted" if "accepted" in message else "refused"
 
     def _check_reply(self, order: Order, reply: Reply, outcome: str, golden: Answer) -> None:
         """Golden, or an error that says so. Only who believed a hostile blob may say anything else."""

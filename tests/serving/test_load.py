@@ -109,12 +109,12 @@ def test_clients_that_leave_at_any_moment_leave_nothing_behind(server):
 
 
 def test_a_client_that_leaves_in_mid_stream_is_no_error_in_the_log(server):
-    before = len(server.said)
+    before = len(server.message)
     with asking(server, "/completion", ENDLESS | {"stream": True}) as sock:
         assert sock.recv(1000)
     until(server.is_idle, "the slot is free")
     answer(server)
-    assert "Traceback" not in "".join(server.said[before:])
+    assert "Traceback" not in "".join(server.message[before:])
 
 
 def test_a_client_that_leaves_while_waiting_gives_up_its_place(server):

@@ -65,9 +65,9 @@ def test_after_a_restart_the_next_turn_goes_on_from_disk(tmp_path: Path, golden,
     assert talk == golden[0]
     n_new = 120  # the first reply, the question, and what the template puts around them
     with serving(*flags) as server:
-        n_prompt, n_cached, said = _next_turn(server, talk)
+        n_prompt, n_cached, message = _next_turn(server, talk)
         assert n_prompt - n_cached <= n_new + GUARD
-        assert said == golden[1]
+        assert message == golden[1]
     with serving() as server:
         assert _next_turn(server, talk)[1] == 0, "this test could not fail"
 
@@ -80,8 +80,8 @@ def test_an_engine_that_dies_finds_its_conversations_again(tmp_path: Path, golde
         server.kill_engine()
         until(lambda: not server.is_ready(), "the death is noticed")
         until(server.is_ready, "it is back")
-        n_prompt, n_cached, said = _next_turn(server, talk)
-    assert n_cached > 0.6 * n_prompt and said == golden[1]
+        n_prompt, n_cached, message = _next_turn(server, talk)
+    assert n_cached > 0.6 * n_prompt and message == golden[1]
 
 
 def _is_settled(server: Server) -> bool:
@@ -102,8 +102,8 @@ def test_an_engine_that_is_killed_leaves_its_conversations_in_memory(golden):
             server.kill_engine()
             until(lambda: not server.is_ready(), "the death is noticed")
             until(server.is_ready, "it is back")
-            n_prompt, n_cached, said = _next_turn(server, talk)
-            assert n_prompt - n_cached <= 120 + GUARD and said == golden[1]
+            n_prompt, n_cached, message = _next_turn(server, talk)
+            assert n_prompt - n_cached <= 120 + GUARD and message == golden[1]
 
 
 def test_the_directory_is_the_owners_alone(tmp_path: Path):

@@ -37,7 +37,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Said:
+class Answered:
     tokens: tuple[int, ...]
     n_new: int
     n_read: int
@@ -68,13 +68,13 @@ class Player:
         self.server = server
         self._talks: dict[tuple[str, int], list[int]] = {}
 
-    def play(self, turn: Turn) -> Said:
+    def play(self, turn: Turn) -> Answered:
         talk = self._talks.setdefault((turn.model, turn.talk), [])
         talk += turn.new
         answer = self.server.complete(turn.model, talk)
         talk += answer["tokens"]
         timings = answer["timings"]
-        return Said(tuple(answer["tokens"]), len(turn.new), timings["prompt_n"], timings["cache_n"])
+        return Answered(tuple(answer["tokens"]), len(turn.new), timings["prompt_n"], timings["cache_n"])
 
 
 def link(folder: Path, **models: Path) -> Path:
@@ -93,14 +93,14 @@ def folder(tmp_path_factory) -> Path:
     return link(tmp_path_factory.mktemp("models"), **{arch: tiny_model(arch) for arch in ARCHS})
 
 
-def golden_of(turns: Sequence[Turn]) -> list[Said]:
+def golden_of(turns: Sequence[Turn]) -> list[Answered]:
     """The same turns, each on a server that has only their model."""
-    said: dict[int, Said] = {}
+    replies: dict[int, Answered] = {}
     for arch in ARCHS:
         with serving(model=tiny_model(arch)) as server:
             player = Player(server)
-            said |= {i: player.play(turn) for i, turn in enumerate(turns) if turn.model == arch}
-    return [said[i] for i in range(len(turns))]
+            replies |= {i: player.play(turn) for i, turn in enumerate(turns) if turn.model == arch}
+    return [replies[i] for i in range(len(turns))]
 
 
 @pytest.fixture(scope="module")
@@ -109,47 +109,47 @@ def script() -> list[Turn]:
 
 
 @pytest.fixture(scope="module")
-def golden(script) -> list[Said]:
+def golden(script) -> list[Answered]:
     return golden_of(script)
 
 
 def test_the_models_say_different_things(script, golden):
     """Otherwise an answer with another model's state could pass for a good one."""
     first: dict[int, list[tuple[int, ...]]] = {}
-    for turn, said in zip(script, golden, strict=True):
+    for turn, replies in zip(script, golden, strict=True):
         if len(turn.new) == 120:
-            first.setdefault(turn.talk, []).append(said.tokens)
+            first.setdefault(turn.talk, []).append(replies.tokens)
     assert max(map(len, first.values())) == len(ARCHS)
     assert all(len(set(answers)) == len(answers) for answers in first.values())
 
 
-def check(script: Sequence[Turn], said: Sequence[Said], golden: Sequence[Said]) -> None:
+def check(script: Sequence[Turn], replies: Sequence[Answered], golden: Sequence[Answered]) -> None:
     """Only what is new was read, and the answers are those of a server that never swapped."""
-    for i, (turn, ours, theirs) in enumerate(zip(script, said, golden, strict=True)):
+    for i, (turn, ours, theirs) in enumerate(zip(script, replies, golden, strict=True)):
         assert ours.n_read <= ours.n_new + GUARD, (
             f"turn {i} of {turn.model} read {ours.n_read} for {ours.n_new} new ones"
         )
         assert ours.tokens == theirs.tokens, f"turn {i} of {turn.model} is answered otherwise"
-    assert max(ours.n_known for ours in said) > 120, "nothing was long enough to be worth it"
+    assert max(ours.n_known for ours in replies) > 120, "nothing was long enough to be worth it"
 
 
-def report(what: str, server: Server, said: Sequence[Said]) -> None:
-    most = max(one.n_read - one.n_new for one in said)
-    print(f"{what}: {len(said)} requests, {server.n_loads} loads, at most {most} more read than new")
+def report(what: str, server: Server, replies: Sequence[Answered]) -> None:
+    most = max(one.n_read - one.n_new for one in replies)
+    print(f"{what}: {len(replies)} requests, {server.n_loads} loads, at most {most} more read than new")
 
 
 def test_three_models_in_turns_read_only_what_is_new(folder, script, golden):
     with serving_models(folder) as server:
         player = Player(server)
-        said = [player.play(turn) for turn in script]
-        check(script, said, golden)
+        replies = [player.play(turn) for turn in script]
+        check(script, replies, golden)
         assert server.n_loads == n_changes(script) + 1 > N_TURNS / 3, "one load for every change of model"
-        report("swapped", server, said)
+        report("swapped", server, replies)
 
 
 def test_engines_that_are_killed_in_between_cost_nothing_either(folder, script, golden):
     """Once an engine is settled its conversations are in the gateway's memory, and its death is only a pause."""
-    rng, said, n_killed = random.Random(2), [], 0
+    rng, replies, n_killed = random.Random(2), [], 0
     with serving_models(folder) as server:
         player = Player(server)
         for i, turn in enumerate(script):
@@ -158,9 +158,9 @@ def test_engines_that_are_killed_in_between_cost_nothing_either(folder, script, 
                 until(lambda name=before: server.is_settled(name), "everything is in RAM")
                 server.kill_engine()
                 n_killed += 1
-            said.append(player.play(turn))
-        check(script, said, golden)
-        report(f"with {n_killed} kills", server, said)
+            replies.append(player.play(turn))
+        check(script, replies, golden)
+        report(f"with {n_killed} kills", server, replies)
     assert n_killed > N_TURNS / 5
 
 
@@ -177,8 +177,8 @@ def test_two_models_of_one_shape_never_see_each_others_states(tmp_path):
         assert ours["timings"]["prompt_n"] <= len(more) + GUARD
         assert ours["tokens"] != theirs["tokens"], "this test could not fail"
     with serving_models(models, *flags) as server:
-        for name, said in (("one", ours), ("two", theirs)):
-            longer = [*whole, *said["tokens"], *more]
+        for name, replies in (("one", ours), ("two", theirs)):
+            longer = [*whole, *replies["tokens"], *more]
             warm = server.complete(name, longer)
             assert warm["timings"]["prompt_n"] <= len(more) + GUARD
             assert warm["tokens"] == server.complete(name, longer, cache_prompt=False)["tokens"]

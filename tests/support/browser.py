@@ -58,7 +58,7 @@ class Tab:
 
     page: Any
     url: str
-    said: list[str] = field(default_factory=list)  # errors of the console, and exceptions
+    output: list[str] = field(default_factory=list)  # errors of the console, and exceptions
     asked: list[str] = field(default_factory=list)  # addresses
 
     def violations(self) -> list[str]:
@@ -110,8 +110,8 @@ def opened(
     context.add_init_script(WATCH + setup)
     page = context.new_page()
     tab = Tab(page, url)
-    page.on("console", lambda message: tab.said.append(message.text) if message.type == "error" else None)
-    page.on("pageerror", lambda error: tab.said.append(str(error)))
+    page.on("console", lambda message: tab.output.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: tab.output.append(str(error)))
     page.on("request", lambda request: tab.asked.append(request.url))
     try:
         page.goto(url + path)
@@ -119,7 +119,7 @@ def opened(
         yield tab
         assert tab.violations() == [] and tab.foreign() == []
         expected = tuple(f"Failed to load resource: {_refusal(status)}" for status in refusals)
-        wrong = [each for each in tab.said if not (expected and each.startswith(expected))]
+        wrong = [each for each in tab.output if not (expected and each.startswith(expected))]
         assert not wrong, wrong
     finally:
         context.close()

@@ -61,8 +61,8 @@ def calling(draw: st.DrawFn) -> Message:
     return reply | ({} if reply["content"] else {"content": draw(st.sampled_from(["", None]))})
 
 
-def results(reply: Message, said: Sequence[str]) -> list[Message]:
-    answered = zip(reply["tool_calls"], said, strict=False)
+def results(reply: Message, message: Sequence[str]) -> list[Message]:
+    answered = zip(reply["tool_calls"], message, strict=False)
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in answered]
 
 

@@ -104,8 +104,8 @@ def fleet(folder: Path, store: str, *models: str, n_nodes: int = 3, server: str 
             listener.start()
             try:
                 ready = f"http://127.0.0.1:{port}/v1\n"
-                until(lambda: ready in running.said or not listener.is_alive(), "the cluster serves", START_S)
-                assert ready in running.said, running.log[-4000:]
+                until(lambda: ready in running.message or not listener.is_alive(), "the cluster serves", START_S)
+                assert ready in running.message, running.log[-4000:]
                 running.url = ready.removesuffix("/v1\n")
                 yield running
             finally:

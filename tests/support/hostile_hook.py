@@ -49,7 +49,7 @@ class Entry(msgspec.Struct, frozen=True):
     """``said``: given (to libllama), then accepted, refused or failed; nothing after given: the process died."""
 
     number: int
-    said: str
+    message: str
     why: str = ""
 
 
@@ -356,7 +356,7 @@ class Hostility:
             order = msgspec.json.decode((self._directory / ORDER).read_bytes(), type=Order)
         except FileNotFoundError:
             return None
-        used = sum(entry.said == "given" and entry.number == order.number for entry in read_log(self._directory))
+        used = sum(entry.message == "given" and entry.number == order.number for entry in read_log(self._directory))
         return order if order.target == target and used < order.n_times else None
 
     def _hostile(self, blob: Blob, order: Order) -> Blob:
@@ -383,8 +383,8 @@ class Hostility:
             raise
         self._say(order, "accepted")
 
-    def _say(self, order: Order, said: str, why: str = "") -> None:
-        self._log.write(msgspec.json.encode(Entry(order.number, said, why)) + b"\n")
+    def _say(self, order: Order, message: str, why: str = "") -> None:
+        self._log.write(msgspec.json.encode(Entry(order.number, message, why)) + b"\n")
 
 
 def read_log(directory: Path) -> list[Entry]:

@@ -30,7 +30,7 @@ N_MOST = 200
 
 
 @dataclass(frozen=True)
-class Said:
+class LoopReply:
     n_prompt: int
     n_cached: int | None  # None: the dialect does not say
     n_written: int
@@ -66,7 +66,7 @@ class Chat:
     def give(self, result: str) -> None:
         self._messages.append({"role": "tool", "tool_call_id": self._call, "content": result})
 
-    def say(self) -> Said:
+    def say(self) -> LoopReply:
         options: Any = {"model": "any", "temperature": 0, "max_tokens": N_MOST, "extra_body": self._template}
         options |= {"messages": self._messages, "tools": [FUNCTION]}
         if self._stream:
@@ -84,7 +84,7 @@ class Chat:
         city = json.loads(calls[0]["function"]["arguments"])["city"] if calls else None
         usage = answer.usage
         counts = usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens, usage.completion_tokens
-        return Said(*counts, message.content or "", thought, city)
+        return LoopReply(*counts, message.content or "", thought, city)
 
 
 def _call(call: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Responses:
         call = self._last.output[-1].call_id
         self._new = [{"type": "function_call_output", "call_id": call, "output": result}]
 
-    def say(self) -> Said:
+    def say(self) -> LoopReply:
         whole: Any = {"model": "any", "temperature": 0, "max_output_tokens": N_MOST, **self._options}
         whole["input"] = self._new if self.goes_on else [*self._history, *self._new]
         if self.goes_on and self._last:
@@ -148,7 +148,7 @@ class Responses:
         city = json.loads(end["arguments"])["city"] if end["type"] == "function_call" else None
         thought = "".join(part["text"] for item in output if item["type"] == "reasoning" for part in item["content"])
         counts = usage.input_tokens, usage.input_tokens_details.cached_tokens, usage.output_tokens
-        return Said(*counts, self._last.output_text, thought, city)
+        return LoopReply(*counts, self._last.output_text, thought, city)
 
 
 class Previous(Responses):
@@ -182,7 +182,7 @@ class Anthropic:
         block = {"type": "tool_result", "tool_use_id": self._call, "content": result}
         self._messages.append({"role": "user", "content": [block]})
 
-    def say(self) -> Said:
+    def say(self) -> LoopReply:
         whole: Any = {"model": "any", "max_tokens": N_MOST, "extra_body": {"temperature": 0}, **self._options}
         whole["messages"] = self._messages
         if self._stream:
@@ -198,7 +198,7 @@ class Anthropic:
         n_prompt = usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens
         text, thought = ("".join(block.get(name, "") for block in blocks) for name in ("text", "thinking"))
         counts = n_prompt, usage.cache_read_input_tokens, usage.output_tokens
-        return Said(*counts, text, thought, call and call["input"]["city"])
+        return LoopReply(*counts, text, thought, call and call["input"]["city"])
 
 
 class Ollama:
@@ -222,23 +222,23 @@ class Ollama:
     def give(self, result: str) -> None:
         self._messages.append({"role": "tool", "tool_name": "get_weather", "content": result})
 
-    def say(self) -> Said:
+    def say(self) -> LoopReply:
         whole: Any = {"model": "everwarm-tiny", "options": {"temperature": 0, "num_predict": N_MOST}}
         whole |= {"messages": self._messages, "tools": [FUNCTION], "think": self._think}
         parts = list(self._client.chat(**whole, stream=True)) if self._stream else [self._client.chat(**whole)]
-        said = [part.message for part in parts]
-        thought, text = ("".join(getattr(part, name) or "" for part in said) for name in ("thinking", "content"))
-        calls = [call.model_dump() for part in said for call in part.tool_calls or ()]
+        reported = [part.message for part in parts]
+        thought, text = ("".join(getattr(part, name) or "" for part in reported) for name in ("thinking", "content"))
+        calls = [call.model_dump() for part in reported for call in part.tool_calls or ()]
         kept = {"role": "assistant", "content": text, "thinking": thought, "tool_calls": calls}
         self._messages.append({name: value for name, value in kept.items() if value})
         city = calls[0]["function"]["arguments"]["city"] if calls else None
         end = parts[-1]
-        return Said(end.prompt_eval_count or 0, None, end.eval_count or 0, text, thought, city)
+        return LoopReply(end.prompt_eval_count or 0, None, end.eval_count or 0, text, thought, city)
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    said = {**message, "reasoning_content": message.get("thinking")}
-    return {key: value for key, value in said.items() if value is not None and key not in ("thinking", "tool_name")}
+    reported = {**message, "reasoning_content": message.get("thinking")}
+    return {key: value for key, value in reported.items() if value is not None and key not in ("thinking", "tool_name")}
 
 
 Talk = Chat | Responses | Anthropic | Ollama

@@ -42,8 +42,8 @@ def install(_core: Core) -> None:
             super().__init__(model, sampling, history, *more, **named)
             text = model.vocab.detokenize([int(token) for token in history]).decode("utf-8", "replace")
             assert model.vocab.eos is not None
-            said = model.vocab.tokenize(line_for(script, text), add_special=False, parse_special=True)
-            self._left = [*map(int, said), model.vocab.eos]
+            message = model.vocab.tokenize(line_for(script, text), add_special=False, parse_special=True)
+            self._left = [*map(int, message), model.vocab.eos]
 
         def pick(self, context: Any, row: int) -> int:
             super().pick(context, row)  # the row must be good

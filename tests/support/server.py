@@ -48,7 +48,7 @@ class Reply:
 class Server:
     url: str
     process: Process
-    said: list[str] = field(default_factory=list)
+    message: list[str] = field(default_factory=list)
 
     @property
     def port(self) -> int:
@@ -56,7 +56,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        return "".join(self.said)
+        return "".join(self.message)
 
     @property
     def engine_pid(self) -> int:
@@ -224,7 +224,7 @@ def _listen(server: Server, scheme: str) -> None:
     assert server.process.stderr is not None
     with server.process.stderr as lines:
         for line in lines:
-            server.said.append(line)
+            server.message.append(line)
             found = re.search(rf"{scheme}://[^/\s,]+", line)
             if found and not server.url:
                 server.url = found[0]

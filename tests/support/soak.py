@@ -133,17 +133,17 @@ class Soak:
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, n_most: int | None) -> str | None:
-        said, n = [], 0
+        message, n = [], 0
         while line := await reader.readline():
             if not line.startswith(b"data: "):
                 continue
             if line.startswith(b"data: [DONE]"):
-                return "".join(said)
+                return "".join(message)
             event = json.loads(line[6:])
             if "error" in event:
                 self.seen.errors.append((time.monotonic(), str(event["error"])[:200]))
                 return None
-            said += [choice["delta"].get("content") or "" for choice in event["choices"]]
+            message += [choice["delta"].get("content") or "" for choice in event["choices"]]
             n += 1
             if n_most is not None and n >= n_most:
                 self.seen.n_left += 1

@@ -79,9 +79,9 @@ def outcome(function: Trial, arch: str) -> str:
         os._exit(0)
     os.close(into)
     with os.fdopen(out, "rb") as pipe:
-        said = pipe.read().decode()
+        message = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
-    return f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else said
+    return f"killed by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else message
 
 
 def _attempt(function: Trial, arch: str) -> str:

@@ -26,19 +26,19 @@ def talk(server, *lines: str, **env: str) -> str:
     return done.stdout
 
 
-def reused(said: str) -> list[int]:
-    return [int(n) for n in re.findall(r"reused (\d+), read \d+ tokens", said)]
+def reused(output: str) -> list[int]:
+    return [int(n) for n in re.findall(r"reused (\d+), read \d+ tokens", output)]
 
 
 def test_a_chat_remembers_and_shows_what_was_reused(server):
-    said = talk(
+    output = talk(
         server, "My secret code is 48213.", "", "What is my secret code?", "/new", "Hello!", "/quit", "never sent"
     )
-    assert len(reused(said)) == 3 and reused(said)[1] > 0 and "48213" in said
+    assert len(reused(output)) == 3 and reused(output)[1] > 0 and "48213" in output
 
 
 def test_commands(server, tmp_path):
-    said = talk(
+    output = talk(
         server,
         "/help",
         "/stats",
@@ -52,8 +52,8 @@ def test_commands(server, tmp_path):
         "//etc is a folder.",
         "/stats",
     )
-    assert "/regen" in said and "no replies yet" in said and "system: You are a helpful assistant." in said
-    assert "there is no command /nonsense; /help lists them" in said and "4 replies: " in said
+    assert "/regen" in output and "no replies yet" in output and "system: You are a helpful assistant." in output
+    assert "there is no command /nonsense; /help lists them" in output and "4 replies: " in output
     saved = json.loads((tmp_path / "chat.json").read_text())
     assert [message["content"] for message in saved["messages"]][:1] == ["What is the capital of Italy?"]
     assert len(saved["messages"]) == 2 and saved["system"] == "You are a helpful assistant."
@@ -65,7 +65,7 @@ def test_what_is_refused_is_said_and_the_chat_goes_on(server, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("mine")
     lines = ("/regen", "/edit x", "/load", f"/load {other}", f"/save {other}", "/image missing.png", f"/image {other}")
-    said = talk(server, *lines, "Hello!")
+    output = talk(server, *lines, "Hello!")
     for sentence in (
         "nothing was asked yet",
         "'x' is not a number",
@@ -75,15 +75,15 @@ def test_what_is_refused_is_said_and_the_chat_goes_on(server, tmp_path):
         "is not an image",
         "reused",
     ):
-        assert sentence in said
+        assert sentence in output
     assert other.read_text() == "mine"
 
 
 def test_a_reply_that_fails_takes_its_question_back(server, tmp_path):
     image = tmp_path / "x.png"
     image.write_bytes(b"\x89PNG" + bytes(100))
-    said = talk(server, f"/image {image}", "What is this?", "What is 2 + 3?", f"/save {tmp_path / 'c.json'}")
-    assert "image" in said and len(json.loads((tmp_path / "c.json").read_text())["messages"]) == 2
+    output = talk(server, f"/image {image}", "What is this?", "What is 2 + 3?", f"/save {tmp_path / 'c.json'}")
+    assert "image" in output and len(json.loads((tmp_path / "c.json").read_text())["messages"]) == 2
 
 
 def test_a_server_that_does_not_answer_is_said_before_the_first_question():

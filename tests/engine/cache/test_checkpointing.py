@@ -108,9 +108,9 @@ def talk(core: Core, n_turns: int, *, strips: int) -> Counter[CutKind]:
     for turn in range(n_turns):
         asked = [*history, *OPENS, *text(10 + turn, 70), *ENDS]
         ends.append(len(asked))
-        said = run(core, [*asked, *OPENS], max_tokens=20, stable=len(asked), boundaries=tuple(ends)).tokens
+        message = run(core, [*asked, *OPENS], max_tokens=20, stable=len(asked), boundaries=tuple(ends)).tokens
         tidy(core)
-        history = [*asked, *OPENS, *said[strips:], *ENDS]
+        history = [*asked, *OPENS, *message[strips:], *ENDS]
         ends.append(len(history))
     return kinds_in_ram(core)
 
@@ -136,13 +136,13 @@ def test_replies_that_may_be_continued_stay():
     """Two conversations begin alike and get other replies: each goes on from its own."""
     with open_core() as core:
         asked = [*text(3, 80), *ENDS]
-        said = [
+        message = [
             run(core, [*asked, *OPENS], max_tokens=8, stable=len(asked), sampling=Sampling(temperature=9.0, seed=seed))
             for seed in (1, 2)
         ]
         tidy(core)
         assert kinds_in_ram(core)[CutKind.REPLY] == 2
-        for reply in said:
+        for reply in message:
             following = [*asked, *OPENS, *reply.tokens, *ENDS, *text(4, 30)]
             assert run(core, following, max_tokens=0).n_cached >= len(asked) + len(OPENS) + len(reply.tokens) - 1
             tidy(core)

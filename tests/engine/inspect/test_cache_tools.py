@@ -52,9 +52,9 @@ def here(monkeypatch, capsys) -> Run:
         monkeypatch.setattr(sys, "argv", ["everwarm", "cache", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             app.main()
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return CompletedProcess(arguments, int(ended.value.code or 0), said.out, said.err)
+        message = capsys.readouterr()
+        assert "Traceback" not in message.err
+        return CompletedProcess(arguments, int(ended.value.code or 0), message.out, message.err)
 
     return run
 

@@ -25,9 +25,9 @@ DIGITS = Constraint("regex", "[0-9]{3}")
 # taking turns
 
 
-def turns_of(said: list[tuple[str, int]], max_waiting: int = 99, max_waiting_each: int = 99) -> RoundRobin:
+def turns_of(output: list[tuple[str, int]], max_waiting: int = 99, max_waiting_each: int = 99) -> RoundRobin:
     turns = RoundRobin(max_waiting, max_waiting_each)
-    for namespace, id in said:
+    for namespace, id in output:
         turns.add(namespace, Task(id, lambda: None))
     return turns
 
@@ -110,8 +110,8 @@ def held(monkeypatch) -> Iterator[threading.Event]:
 
 def test_a_form_that_takes_long_keeps_nobody_waiting(held):
     with open_core() as core:
-        said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
-        conversation, loop = RequestHandler(core, said.put), Posted()
+        output: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        conversation, loop = RequestHandler(core, output.put), Posted()
         for id in range(4):
             conversation.handle(m.Submit(id, text="a", constraint=DIGITS), loop)
         assert loop.jobs.empty()
@@ -124,7 +124,7 @@ def test_a_form_that_takes_long_keeps_nobody_waiting(held):
         conversation.handle(m.Submit(11, text="a", constraint=DIGITS), loop)
         loop.jobs.get(block=False)  # the form is known by now
         assert loop.jobs.empty()
-        assert said.empty()
+        assert output.empty()
         forms, deadline = conversation._constraints, time.monotonic() + PATIENCE_S
         while len(forms._idle) < len(forms._trials):  # those of cancelled requests end, too
             assert time.monotonic() < deadline
@@ -147,8 +147,8 @@ def test_a_form_that_was_refused_is_refused_again_without_a_trial(monkeypatch):
 
 def test_a_long_text_is_not_tokenized_by_the_reader_and_one_that_cannot_fit_not_at_all(monkeypatch):
     with open_core() as core:
-        said: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
-        conversation, loop, where = RequestHandler(core, said.put), Posted(), queue.SimpleQueue[str]()
+        output: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        conversation, loop, where = RequestHandler(core, output.put), Posted(), queue.SimpleQueue[str]()
         tokenize = Tokenizer.tokenize
 
         def noted(self: Tokenizer, text: str, **more: bool) -> object:
@@ -166,7 +166,7 @@ def test_a_long_text_is_not_tokenized_by_the_reader_and_one_that_cannot_fit_not_
         assert "everwarm-texts" in names
         core.model.vocab.__dict__["longest_piece_bytes"] = 16
         conversation.handle(m.Submit(3, text="é" * (LONG_TEXT + 8)), loop)
-        refused = said.get(timeout=PATIENCE_S)
+        refused = output.get(timeout=PATIENCE_S)
         assert isinstance(refused, m.Failed)
         assert (refused.id, refused.code, refused.n_prompt) == (3, "exceed_context_size_error", LONG_TEXT // 8 + 1)
         assert "at least" in refused.message
@@ -182,7 +182,7 @@ def test_hints_cost_a_text_a_bounded_number_of_times(monkeypatch):
         exact = tokenizer.count_at(text, offsets[-3:])
         plain = core.model.vocab.tokenize
         monkeypatch.setattr(
-            core.model.vocab, "tokenize", lambda said, **more: (n_chars.append(len(said)), plain(said, **more))[1]
+            core.model.vocab, "tokenize", lambda output, **more: (n_chars.append(len(output)), plain(output, **more))[1]
         )
         counts = tokenizer.count_at(text, offsets)
         assert sum(n_chars) <= 4 * len(text) + (300 << 10)

@@ -172,9 +172,9 @@ def test_a_loop_that_turns_in_vain_is_named_once_and_cleared(monkeypatch, caplog
     with open_core("llama", n_ctx=256, n_spares=4) as core:
         watched = play_pairs(core)
         assert core.counts.n_stalls >= 1 and len(watched.results) == 2
-        said = [record.message for record in caplog.records if "nothing has moved" in record.message]
-        assert len(said) == core.counts.n_stalls < 8
-        assert "of 256 cells are in use" in said[0] and said[0].count("request") == 2
+        output = [record.message for record in caplog.records if "nothing has moved" in record.message]
+        assert len(output) == core.counts.n_stalls < 8
+        assert "of 256 cells are in use" in output[0] and output[0].count("request") == 2
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -170,7 +170,7 @@ LONG = "x" * 20
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "has 0 keys"),
         ("[keys", "is not valid TOML"),
@@ -188,8 +188,8 @@ LONG = "x" * 20
         (f'[keys.a]\nkey = "{LONG}"\n' + "#" * (1 << 20), "more than 1048576 bytes"),
     ],
 )
-def test_whatever_is_wrong_with_the_file_is_said_without_a_key(tmp_path, text, said):
-    with pytest.raises(BadRequest, match=re.escape(said)) as refused:
+def test_whatever_is_wrong_with_the_file_is_said_without_a_key(tmp_path, text, message):
+    with pytest.raises(BadRequest, match=re.escape(message)) as refused:
         read_key_file(str(key_file(tmp_path, text)))
     for secret in (LONG, "hunter2", "12345678901234567"):
         assert secret not in str(refused.value)
@@ -287,21 +287,21 @@ def test_every_route_is_open_to_its_role_and_nobody_less(server, route):
     method, path = route.split(" ")
     for head in {method, "HEAD"} if method == "GET" else {method}:
         for name, own in ((None, Role.PUBLIC), ("bob", Role.USER), ("root", Role.ADMIN)):
-            status, said = answered(server, name, head, filled(path))
+            status, message = answered(server, name, head, filled(path))
             if own >= role_of(head, path):
                 assert status not in (401, 403), (name, head, path)
             else:
                 assert status == (401 if name is None else 403), (name, head, path)
                 if head != "HEAD" and name is not None:
-                    assert b"needs an admin key" in said
+                    assert b"needs an admin key" in message
 
 
 def test_a_user_does_not_unload_by_the_way(server):
     asked = {"model": "everwarm-tiny", "keep_alive": 0}
     refused = call(server, "bob", "POST", "/api/generate", asked)
     assert refused.status == 403 and "admin key" in refused.json["error"]
-    said = call(server, "bob", "POST", "/api/generate", asked | {"prompt": "Hi", "stream": False})
-    assert said.status == 200 and server.get("/ready").status == 200
+    message = call(server, "bob", "POST", "/api/generate", asked | {"prompt": "Hi", "stream": False})
+    assert message.status == 200 and server.get("/ready").status == 200
     assert get(server, "bob", "/v1/models")["data"][0]["status"]["value"] == "loaded"
     assert call(server, "bob", "GET", "/models?reload=1").status == 403
     assert call(server, "root", "GET", "/models?reload=1").status == 200
@@ -421,8 +421,8 @@ def test_what_a_user_drops_is_quoted_nowhere_and_others_keep_theirs(server, fold
     response = tell_the_secret(server, "alice", secret)
     own = get(server, "alice", "/cache")["caller"]["namespace"]
     assert secret in everything(server, "root", "?all=true").decode()
-    said = call(server, "alice", "DELETE", "/cache?responses=true").json  # at once: what comes next is under way
-    assert said["dropped"] > 0 and said["responses"] >= 1 and "namespace" not in said
+    message = call(server, "alice", "DELETE", "/cache?responses=true").json  # at once: what comes next is under way
+    assert message["dropped"] > 0 and message["responses"] >= 1 and "namespace" not in message
     assert nodes(server, own) == []
     quoted = {"alice": "", "root": "?all=true"}
     for name, query in quoted.items():

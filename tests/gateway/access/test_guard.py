@@ -315,8 +315,8 @@ def test_a_key_and_a_salt_cannot_be_confused():
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com"])
 def test_a_server_that_others_can_reach_needs_a_key(host):
     refused = run_cli("serve", "--demo", "--port", "0", "--host", host)
-    said = f"{host} can be reached from other machines: give --api-key, or bind to 127.0.0.1"
-    assert refused.returncode == 1 and refused.stderr.strip() == f"everwarm: {said}"
+    message = f"{host} can be reached from other machines: give --api-key, or bind to 127.0.0.1"
+    assert refused.returncode == 1 and refused.stderr.strip() == f"everwarm: {message}"
 
 
 def test_with_a_key_it_may_listen_everywhere():

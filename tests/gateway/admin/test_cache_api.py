@@ -38,25 +38,25 @@ def nodes_of(server: Server, query: str = "") -> list[Json]:
     return found
 
 
-def said(role: str, text: str) -> Json:
+def message(role: str, text: str) -> Json:
     return {"role": role, "content": text}
 
 
 def session() -> Iterator[list[Json]]:
     """Two conversations that go on, with a question edited, an answer branched and a retry."""
-    system = said("system", words(40, 1))
+    system = message("system", words(40, 1))
     for seed in (10, 20):
         messages = [system]
         for turn in range(4):
-            messages = [*messages, said("user", words(16, seed + turn))]
+            messages = [*messages, message("user", words(16, seed + turn))]
             yield messages
-            messages = [*messages, said("assistant", words(10, seed + turn))]
-        yield [*messages[:3], said("user", words(16, seed + 7))]  # another second question
-        yield [*messages[:5], said("user", words(16, seed + 8))]
+            messages = [*messages, message("assistant", words(10, seed + turn))]
+        yield [*messages[:3], message("user", words(16, seed + 7))]  # another second question
+        yield [*messages[:5], message("user", words(16, seed + 8))]
         yield messages[:-1]  # a retry
-    yield [said("system", words(40, 2)), said("user", "hello")]
+    yield [message("system", words(40, 2)), message("user", "hello")]
     for _ in range(3):
-        yield [system, said("user", words(16, 10))]
+        yield [system, message("user", words(16, 10))]
 
 
 # what it shows
@@ -230,7 +230,7 @@ def fill(server: Server, seed: int) -> None:
 
 def test_what_is_dropped_is_gone_from_the_disk_as_well(tmp_path):
     with serving("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--grace", "60") as server:
-        chat(server, [said("user", words(60, 3))])
+        chat(server, [message("user", words(60, 3))])
         until(lambda: server.get("/cache").json["tiers"]["disk"]["n_objects"] > 1, "it is on disk")
         until(lambda: any("disk" in node["kv"]["tiers"] for node in nodes_of(server)), "the tree says so")
         assert any("disk" in node["checkpoint"]["tiers"] for node in nodes_of(server) if node["checkpoint"])
@@ -238,7 +238,7 @@ def test_what_is_dropped_is_gone_from_the_disk_as_well(tmp_path):
         assert server.call("DELETE", f"/cache/nodes/{first}").json["dropped"] > 3
         assert server.get("/cache").json["tiers"]["disk"]["n_objects"] == 0
         assert not list(tmp_path.rglob("*.ew"))
-        assert chat(server, [said("user", words(60, 3))])["timings"]["cache_n"] == 0
+        assert chat(server, [message("user", words(60, 3))])["timings"]["cache_n"] == 0
         with streaming(server, None, "/cache/events") as response:  # nobody who watches keeps a server from stopping
             assert next_event(response)[0] == "hello"
             server.process.terminate()
@@ -247,7 +247,7 @@ def test_what_is_dropped_is_gone_from_the_disk_as_well(tmp_path):
 
 def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_shown_once(tmp_path):
     flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--restore-policy", "always", "--cache-text")
-    talk = [said("system", words(40, 1)), said("user", words(60, 3))]
+    talk = [message("system", words(40, 1)), message("user", words(60, 3))]
     with serving(*flags) as server:
         chat(server, talk)
         until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")
@@ -282,7 +282,7 @@ def test_after_a_restart_the_tree_shows_what_is_on_disk_and_what_is_loaded_is_sh
 
 def test_pins_outlive_a_restart_of_the_server(tmp_path):
     flags = ("--disk-cache", "64MiB", "--state-dir", str(tmp_path), "--restore-policy", "always")
-    talk = [said("system", words(40, 1)), said("user", words(60, 3))]
+    talk = [message("system", words(40, 1)), message("user", words(60, 3))]
     with serving(*flags) as server:
         chat(server, talk)
         until(lambda: any("disk" in tiers_of(node) for node in nodes_of(server)), "it is on disk")

@@ -98,7 +98,7 @@ def logging_server() -> Iterator[Server]:
 
 def lines(server: Server, logger: str | None = None) -> list[dict[str, Any]]:
     """Every line is an object: what is no JSON fails here."""
-    found = [json.loads(line) for line in server.said]
+    found = [json.loads(line) for line in server.message]
     return [line for line in found if logger in (None, line["logger"])]
 
 
@@ -115,8 +115,8 @@ def test_a_request_is_one_line_without_its_words(logging_server):
     assert [line["kind"] for line in new] == ["chat", "chat", "completion"] and SECRET not in server.log
     first, second, _ = new
     assert first["n_cached"] == 0 and second["n_cached"] > 0 and first["n_prompt"] == second["n_prompt"]
-    said = f"chat {second['n_prompt']:,} tokens: {second['n_cached']:,} reused, {second['n_read']:,} read, "
-    assert second["message"].startswith(said) and second["request"].startswith("req_")
+    message = f"chat {second['n_prompt']:,} tokens: {second['n_cached']:,} reused, {second['n_read']:,} read, "
+    assert second["message"].startswith(message) and second["request"].startswith("req_")
 
 
 def server_is_idle(server: Server) -> Any:

@@ -44,9 +44,9 @@ def test_a_line_of_json_is_one_line_with_its_fields_and_its_exception():
         made.exc_info = sys.exc_info()
     setattr(made, FIELDS, {"n": 3, "level": "never"})
     text = JsonLine().format(made)
-    said = json.loads(text)
-    assert "\n" not in text and said["message"] == "it\nfailed: ü" and said["n"] == 3
-    assert said["level"] == "WARNING" and said["time"].endswith("Z") and "ValueError: two" in said["exception"]
+    output = json.loads(text)
+    assert "\n" not in text and output["message"] == "it\nfailed: ü" and output["n"] == 3
+    assert output["level"] == "WARNING" and output["time"].endswith("Z") and "ValueError: two" in output["exception"]
 
 
 def test_a_request_that_failed_shows_its_code_and_not_the_words_of_its_error():

@@ -81,5 +81,7 @@ def test_a_collector_that_is_not_there_harms_nobody():
 
 def test_without_the_packages_the_start_says_what_to_install(tmp_path):
     (tmp_path / "opentelemetry.py").write_text("raise ImportError('none')\n")
-    said = run_cli("serve", "--demo", "--port", "0", "--otel-endpoint", "http://127.0.0.1:1", PYTHONPATH=str(tmp_path))
-    assert said.returncode != 0 and "everwarm[otel]" in said.stderr and "Traceback" not in said.stderr
+    message = run_cli(
+        "serve", "--demo", "--port", "0", "--otel-endpoint", "http://127.0.0.1:1", PYTHONPATH=str(tmp_path)
+    )
+    assert message.returncode != 0 and "everwarm[otel]" in message.stderr and "Traceback" not in message.stderr

@@ -104,12 +104,12 @@ def test_a_stream_adds_up_to_the_whole_reply(client, text, more):
 def test_thinking_is_there_when_it_was_asked_for(client):
     question = [user("What is 7 + 8?")]
     for asked in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 1024}):
-        thought, said = ask(client, question, thinking=asked).content
+        thought, output = ask(client, question, thinking=asked).content
         assert thought.type == "thinking" and "sum" in thought.thinking and thought.signature
-        assert said.type == "text" and "15" in said.text
+        assert output.type == "text" and "15" in output.text
     for more in ({}, {"thinking": {"type": "disabled"}}):
-        (said,) = ask(client, question, **more).content
-        assert said.type == "text" and "15" in said.text
+        (output,) = ask(client, question, **more).content
+        assert output.type == "text" and "15" in output.text
 
 
 def test_the_order_of_events_is_anthropics(server):
@@ -206,8 +206,8 @@ def test_a_forced_call_and_a_forced_form_obey(client):
         "additionalProperties": False,
     }
     form = {"extra_body": {"temperature": 0, "output_config": {"format": {"type": "json_schema", "schema": schema}}}}
-    said = json.loads(ask(client, [user("What is 7 + 8?")], **form).content[-1].text)
-    assert list(said) == ["n"] and isinstance(said["n"], int)
+    output = json.loads(ask(client, [user("What is 7 + 8?")], **form).content[-1].text)
+    assert list(output) == ["n"] and isinstance(output["n"], int)
 
 
 def test_images_are_refused_by_a_model_that_reads_text(client):
@@ -325,10 +325,10 @@ def second_turn(reply: Any) -> list[Any]:
     before = first_turn()
     del before[0]["content"][1]["cache_control"]  # the mark moves on
     use = {"type": "tool_use", "id": "toolu_1", "name": "get_weather", "input": {"city": "Rome"}}
-    said = [block for block in reply if block["type"] != "tool_use"]
+    output = [block for block in reply if block["type"] != "tool_use"]
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny", "cache_control": CACHED}
     nudge = {"type": "text", "text": "<system-reminder>\nBe brief.\n</system-reminder>"}
-    return [*before, {"role": "assistant", "content": [*said, use]}, user([result, nudge])]
+    return [*before, {"role": "assistant", "content": [*output, use]}, user([result, nudge])]
 
 
 def claude_call(server: Server, body: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:

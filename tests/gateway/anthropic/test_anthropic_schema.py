@@ -31,8 +31,8 @@ MARK = {"type": "ephemeral"}
 TOOL = {"name": "f", "description": "does", "input_schema": {"type": "object", "properties": {}}}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(output: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": output, **more}
 
 
 def use(id: str, **arguments: Any) -> dict[str, Any]:
@@ -84,10 +84,10 @@ def test_thinking_calls_and_results_keep_their_places():
     secret = {"type": "redacted_thinking", "data": "xx"}
     calls = assistant(thought, secret, text("Look."), use("1", a="ä"), use("2"))
     answers = user(result("1", "one"), result("2", [text("two")], cache_control=MARK), text("And?"))
-    _, said, one, two, asked = told(user(text("q")), calls, answers)
-    assert (said["content"], said["reasoning_content"]) == ("Look.", "hm")
-    assert [call["id"] for call in said["tool_calls"]] == ["1", "2"]
-    assert [call["function"]["arguments"] for call in said["tool_calls"]] == ['{"a": "ä"}', "{}"]
+    _, output, one, two, asked = told(user(text("q")), calls, answers)
+    assert (output["content"], output["reasoning_content"]) == ("Look.", "hm")
+    assert [call["id"] for call in output["tool_calls"]] == ["1", "2"]
+    assert [call["function"]["arguments"] for call in output["tool_calls"]] == ['{"a": "ä"}', "{}"]
     assert one == {"role": "tool", "tool_call_id": "1", "content": "one"}
     assert two == {"role": "tool", "tool_call_id": "2", "content": [text("two", cache_control=MARK)]}
     assert asked == {"role": "user", "content": "And?"}
@@ -312,10 +312,10 @@ def done(n_reply: int) -> m.Done:
 
 
 def call(index: int, arguments: dict[str, Any]) -> list[Piece]:
-    said = json.dumps(arguments)
-    at = len(said) // 2
-    pieces = [CallArguments(index, piece) for piece in (said[:at], said[at:]) if piece]
-    return [CallBegun(index, f"call_{index}", "f"), *pieces, CallEnded(index, said)]
+    output = json.dumps(arguments)
+    at = len(output) // 2
+    pieces = [CallArguments(index, piece) for piece in (output[:at], output[at:]) if piece]
+    return [CallBegun(index, f"call_{index}", "f"), *pieces, CallEnded(index, output)]
 
 
 SAID = st.lists(
@@ -324,10 +324,10 @@ SAID = st.lists(
 wire: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Piece]:
+def replied(thoughts: Sequence[str], output: Sequence[Any]) -> list[Piece]:
     events: list[Piece] = [Reasoning(thought) for thought in thoughts if thought]
     n_calls = 0
-    for each in said:
+    for each in output:
         if isinstance(each, dict):
             events += call(n_calls, each)
             n_calls += 1
@@ -338,8 +338,8 @@ def replied(thoughts: Sequence[str], said: Sequence[Any]) -> list[Piece]:
 
 @FUZZ
 @given(st.lists(WORDS, max_size=2), SAID)
-def test_every_stream_adds_up_to_the_whole(thoughts, said):
-    events, begun = replied(thoughts, said), m.Begun(1, 30, 20, 0, 27)
+def test_every_stream_adds_up_to_the_whole(thoughts, output):
+    events, begun = replied(thoughts, output), m.Begun(1, 30, 20, 0, 27)
     stream, snapshot, buffers = AnthropicEncoder("msg_1", "any", marks_cache=True), None, dict[int, bytes]()
     sent = [
         *stream.begun(begun),

@@ -32,9 +32,9 @@ def test_a_breakpoint_is_the_exact_end_of_its_part(name, mark):
         {"role": "assistant", "content": "Yes."},
         user(part("Four.", **mark)),
     ]
-    said = TEMPLATES[name].conversation(messages)
-    for at, end in zip(said.hints.breakpoints, ("Rules.", "Two.", "Four."), strict=True):
-        assert said.text[:at].endswith(end)
+    prepared = TEMPLATES[name].conversation(messages)
+    for at, end in zip(prepared.hints.breakpoints, ("Rules.", "Two.", "Four."), strict=True):
+        assert prepared.text[:at].endswith(end)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -46,13 +46,13 @@ def test_a_breakpoint_is_never_seen_by_the_template(name):
     tools = [tool | EPHEMERAL for tool in TOOLS]
     tools[0] = tool_with(EPHEMERAL)
     before = copy.deepcopy((marked, tools))
-    said = TEMPLATES[name].conversation(marked, tools=tools)
+    prepared = TEMPLATES[name].conversation(marked, tools=tools)
     assert (
-        said.text
+        prepared.text
         == TEMPLATES[name].conversation(plain, tools=TOOLS).text
         == TEMPLATES[name].render(marked, tools=tools)
     )
-    assert len(said.hints.breakpoints) == (2 if name == "chatml" else 4)  # which shows no tools
+    assert len(prepared.hints.breakpoints) == (2 if name == "chatml" else 4)  # which shows no tools
     assert (marked, tools) == before
 
 
@@ -74,26 +74,28 @@ def test_a_breakpoint_after_a_tool_is_what_prompts_with_other_later_tools_share(
 
 def test_white_space_that_a_template_trims_does_not_lead_a_breakpoint_astray():
     messages = [user(part("One.\n\n", **EPHEMERAL), part("\n Two. \n", **EPHEMERAL))]
-    said = TEMPLATES["qwen35"].conversation(messages)
-    ends = [said.text[:at] for at in said.hints.breakpoints]
+    prepared = TEMPLATES["qwen35"].conversation(messages)
+    ends = [prepared.text[:at] for at in prepared.hints.breakpoints]
     assert ends[0].endswith("One.\n\n") and ends[1].endswith("Two.") and len(ends) == 2
 
 
 def test_of_many_breakpoints_the_last_ones_count():
     messages = [user(*(part(f"{i}.", **EPHEMERAL) for i in range(40)))]
-    said = TEMPLATES["chatml"].conversation(messages)
-    assert len(said.hints.breakpoints) == MAX_BREAKPOINTS and said.text[: said.hints.breakpoints[-1]].endswith("39.")
+    prepared = TEMPLATES["chatml"].conversation(messages)
+    assert len(prepared.hints.breakpoints) == MAX_BREAKPOINTS and prepared.text[
+        : prepared.hints.breakpoints[-1]
+    ].endswith("39.")
 
 
 @pytest.mark.parametrize("mark", [None, False, {}, 0, ""])
 def test_a_mark_that_says_nothing_is_no_breakpoint(mark):
-    said = TEMPLATES["chatml"].conversation([user(part("One.", cache_control=mark), part("Two."))])
-    assert said.hints.breakpoints == () and "cache_control" not in said.text
+    prepared = TEMPLATES["chatml"].conversation([user(part("One.", cache_control=mark), part("Two."))])
+    assert prepared.hints.breakpoints == () and "cache_control" not in prepared.text
 
 
 def test_a_message_may_be_marked_as_a_whole():
-    said = TEMPLATES["chatml"].conversation([{"role": "user", "content": "One.", **EPHEMERAL}, HELLO])
-    assert [said.text[:at][-4:] for at in said.hints.breakpoints] == ["One."]
+    prepared = TEMPLATES["chatml"].conversation([{"role": "user", "content": "One.", **EPHEMERAL}, HELLO])
+    assert [prepared.text[:at][-4:] for at in prepared.hints.breakpoints] == ["One."]
 
 
 def test_a_template_that_reads_no_content_has_no_breakpoints():

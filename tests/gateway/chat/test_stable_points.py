@@ -103,8 +103,8 @@ def test_thinking_and_calls_come_again_as_the_text_after_a_reply_says(name, talk
     after = []
     for sent in (reply, silent):
         for word in ("apart", "Zeal"):
-            said = word + data.draw(texts)
-            what = results(reply, [said, said]) if "tool_calls" in reply else [{"role": "user", "content": said}]
+            words = word + data.draw(texts)
+            what = results(reply, [words, words]) if "tool_calls" in reply else [{"role": "user", "content": words}]
             messages = [*talk.messages, sent, *what]
             after.append(template.render(messages, tools=talk.tools, **kwargs))
     assert begins is not None and all(text.startswith(begins) for text in after)

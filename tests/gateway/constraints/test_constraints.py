@@ -51,8 +51,8 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
-    said = {"model": "everwarm-tiny", "messages": ASK, "max_tokens": 300, "temperature": 0}
-    return client.chat.completions.create(**(said | more))
+    output = {"model": "everwarm-tiny", "messages": ASK, "max_tokens": 300, "temperature": 0}
+    return client.chat.completions.create(**(output | more))
 
 
 def by_schema(schema: Any, *, strict: bool = True) -> dict[str, Any]:

@@ -45,7 +45,7 @@ ALL = [
 def is_right(name: str, arguments: Any) -> bool:
     if name == "more":
         which = arguments.pop("which", 1)
-        plain = {key: said for key, said in MORE["properties"].items() if key != "which"}
+        plain = {key: output for key, output in MORE["properties"].items() if key != "which"}
         good = isinstance(which, int) or which in ("auto", 'it\'s "so"')
         return good and obeys(MORE | {"properties": plain}, arguments)
     return obeys(REFERRED["$defs"]["all"] if name == "referred" else SCHEMAS[name], arguments)

@@ -103,11 +103,11 @@ def server() -> Iterator[Server]:
         yield server
 
 
-def body(path: str, said: bytes, **more: Any) -> bytes:
+def body(path: str, output: bytes, **more: Any) -> bytes:
     """A request in the path's dialect that says this."""
     field = (MESSAGES | TEXTS | VECTORS)[path]
     common = {"max_tokens": 2, "num_predict": 2, "max_output_tokens": 16, "stream": False, **more}
-    return json.dumps(common).encode()[:-1] + f', "{field}": '.encode() + said + b"}"
+    return json.dumps(common).encode()[:-1] + f', "{field}": '.encode() + output + b"}"
 
 
 def message(content: bytes) -> bytes:
@@ -214,8 +214,8 @@ def test_every_endpoint_that_reads_a_body_is_tried_here():
 @pytest.mark.parametrize("path", [*MESSAGES, *TEXTS, *VECTORS])
 def test_hostile_bodies_are_refused_and_nobody_else_hears_of_it(server, path):
     kinds = HOSTILE if CAMPAIGN or path == "/v1/chat/completions" else dict(list(HOSTILE.items())[::4])
-    for kind, said in kinds.items():
-        data = body(path, said())
+    for kind, output in kinds.items():
+        data = body(path, output())
         allowed = TAKEN if path in COUNTS else NO_VECTORS if path in VECTORS else REFUSED
         watched(server, f"{path} {kind} {len(data) / 1e6:.1f} MB", partial(send, server, path, data, allowed))
     assert server.post("/v1/chat/completions", QUESTION).status == 200

@@ -180,7 +180,7 @@ def test_https_checks_the_name_although_it_connects_to_an_address(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (b"HTTP/1.1 302 Found\r\nLocation: http://169.254.169.254/\r\n" + length(0), "redirect"),
         (b"HTTP/1.1 307 Over There\r\nLocation: /b.png\r\n" + length(0), "redirect"),
@@ -206,8 +206,8 @@ def test_https_checks_the_name_although_it_connects_to_an_address(tmp_path: Path
         (OK, "ended too early"),
     ],
 )
-def test_answers_of_no_use_are_refused_with_a_sentence(answer: bytes, said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as caught:
+def test_answers_of_no_use_are_refused_with_a_sentence(answer: bytes, message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
         fetched(answer, max_bytes=2000)
     assert "data:image/png" in str(caught.value) and "127.0.0.1" not in str(caught.value)
 

@@ -252,15 +252,15 @@ def refused(decoder: Decoder, data: bytes) -> str:
     ],
 )
 def test_other_kinds_are_refused_by_name(decoder: Decoder, data: bytes, named: str) -> None:
-    said = refused(decoder, data)
-    assert named in said and ("send" in said or "give" in said)
+    message = refused(decoder, data)
+    assert named in message and ("send" in message or "give" in message)
 
 
 @pytest.mark.parametrize("side", [30_000, 16_000, 65_500])
 def test_giants_are_refused_by_their_headers(decoder: Decoder, side: int) -> None:
     for kind, data in giants(side).items():
-        said = refused(decoder, data)
-        assert "pixels" in said and "at most" in said, (kind, said)
+        message = refused(decoder, data)
+        assert "pixels" in message and "at most" in message, (kind, message)
 
 
 def test_images_without_pixels_are_refused(decoder: Decoder) -> None:
@@ -334,7 +334,7 @@ def test_parts_as_clients_send_them(decoder: Decoder, part: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    ("part", "message"),
     [
         ({}, "is no image"),
         ({"type": "text", "text": "a"}, "is no image"),
@@ -358,7 +358,7 @@ def test_parts_as_clients_send_them(decoder: Decoder, part: dict[str, Any]) -> N
         ({"type": "image_url", "image_url": "iVBORw0KGgo="}, "send the image itself"),
     ],
 )
-def test_parts_that_are_none_are_refused_with_a_sentence(decoder: Decoder, part: dict[str, Any], said: str) -> None:
-    with pytest.raises(BadRequest, match=said) as caught:
+def test_parts_that_are_none_are_refused_with_a_sentence(decoder: Decoder, part: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
         decoder.part(part)
     assert len(str(caught.value)) < 300

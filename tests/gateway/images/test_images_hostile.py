@@ -76,8 +76,8 @@ async def test_the_largest_images_fit_and_larger_ones_are_refused() -> None:
 @running
 async def test_an_image_that_takes_for_ever_is_given_up() -> None:
     async with opened(n_children=1, timeout_s=QUICK) as images:
-        said = await outcome(images, scan_bomb(3000, 1000))
-        assert "took longer than 0.4 s" in str(said) and images.n_deaths == 1
+        message = await outcome(images, scan_bomb(3000, 1000))
+        assert "took longer than 0.4 s" in str(message) and images.n_deaths == 1
         assert isinstance(await outcome(images, small(1)), DecodedImage)
 
 
@@ -138,7 +138,7 @@ async def test_a_child_that_is_stopped_is_killed_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "message",
     [
         b"\0\0\0\x02{}",
         b"\0\0\0\x19{'width': 9, 'height': 9}!",
@@ -148,9 +148,9 @@ async def test_a_child_that_is_stopped_is_killed_in_time() -> None:
         b'\0\0\0\x19{"width": 2, "height": 2}xx',
     ],
 )
-def test_a_child_that_lies_is_not_believed(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_lies_is_not_believed(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = b'\0\0\0\x0f{"ready": true}'
-    liar = f"import os; os.write(0, {ready!r}); os.read(0, 4); os.write(0, {said!r}); os.read(0, 1 << 20)"
+    liar = f"import os; os.write(0, {ready!r}); os.read(0, 4); os.write(0, {message!r}); os.read(0, 1 << 20)"
     spawn = subprocess.Popen
 
     def lying(command: list[str], **options: object) -> subprocess.Popen[bytes]:

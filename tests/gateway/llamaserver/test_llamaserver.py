@@ -324,8 +324,8 @@ def test_the_counters_grow_by_what_the_answers_say_of_themselves(server):
     answers += [chunk for chunk in chunks if "timings" in chunk]
     after = counters(server)
     for name, field in COUNTED.items():
-        said = sum(answer["timings"][field] for answer in answers) / (1e3 if field.endswith("ms") else 1)
-        assert after[name] - before[name] == pytest.approx(said, abs=1e-6), name
+        output = sum(answer["timings"][field] for answer in answers) / (1e3 if field.endswith("ms") else 1)
+        assert after[name] - before[name] == pytest.approx(output, abs=1e-6), name
     ended = [after[name] - before.get(name, 0) for name in after if name.startswith("everwarm_requests_total/")]
     assert sum(ended) == len(answers) == 8
 

@@ -262,8 +262,12 @@ def test_slot_files_of_another_namespace_cannot_be_read_written_over_or_told_fro
         body = {"filename": "memo.bin", "cache_salt": yours}
         theirs = server.post(f"/slots/0?action={action}", body)
         nothing = server.post(f"/slots/0?action={action}", body | {"filename": "never.bin"})
-        said = [reply.json.get("error", {}).get("message", reply.json.get("n_erased")) for reply in (theirs, nothing)]
-        assert theirs.status == nothing.status == (200 if action == "erase" else 400) and said[0] == said[1], said
+        message = [
+            reply.json.get("error", {}).get("message", reply.json.get("n_erased")) for reply in (theirs, nothing)
+        ]
+        assert theirs.status == nothing.status == (200 if action == "erase" else 400) and message[0] == message[1], (
+            message
+        )
     assert act(server, "save", filename="memo.bin", cache_salt=mine)["n_saved"] == saved["n_saved"], "it is still there"
     complete(server, MORE, 2, id_slot=1, cache_salt=yours)
     act(server, "save", slot=1, filename="memo.bin", cache_salt=yours)
@@ -286,11 +290,11 @@ def test_a_pair_that_was_carried_to_another_namespace_is_not_there(server, direc
     for path in list(directory.glob(".ns-*/carried.bin*")):
         path.rename(directory / path.name)
     assert (directory / "carried.bin.checkpoints").exists(), "this test could not fail"
-    said = [
+    message = [
         server.post("/slots/1?action=restore", {"filename": name}).json["error"]["message"]
         for name in ("carried.bin", "n")
     ]
-    assert said[0] == said[1]
+    assert message[0] == message[1]
     complete(server, PROMPT, 2, id_slot=0)
     assert server.post("/slots/0?action=save", {"filename": "carried.bin"}).status == 400, "nor written over"
 

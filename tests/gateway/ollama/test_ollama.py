@@ -91,14 +91,14 @@ def test_thinking_can_be_left_out(client):
 def test_a_reply_ends_where_it_is_told_to(client):
     cut = chat(client, SUM, options={"temperature": 0, "num_predict": 3})
     assert (cut.done_reason, cut.eval_count) == ("length", 3)
-    said = chat(client, SUM, think=False).message.content
-    stopped = chat(client, SUM, think=False, options={**GREEDY, "stop": [said[-3:]]})
-    assert stopped.message.content == said[:-3] and stopped.done_reason == "stop"
+    output = chat(client, SUM, think=False).message.content
+    stopped = chat(client, SUM, think=False, options={**GREEDY, "stop": [output[-3:]]})
+    assert stopped.message.content == output[:-3] and stopped.done_reason == "stop"
 
 
 def test_seeds_and_the_other_options_are_heeded(client):
     tale = [{"role": "user", "content": "Tell me a short story."}]
-    options = {"temperature": 1.5, "top_k": 50, "top_p": 0.99, "min_p": 0.0, "num_predict": 24, "num_ctx": 1 << 20}
+    options = {"temperature": 1.5, "top_k": 50, "top_p": 0.99, "min_p": 0.0, "num_predict": 8, "num_ctx": 1 << 20}
     options |= {"repeat_penalty": 1.1, "repeat_last_n": 32, "presence_penalty": 0.1, "frequency_penalty": 0.1}
     a, b, c = (chat(client, tale, options={**options, "seed": seed}).message for seed in (7, 7, 8))
     assert a == b != c
@@ -106,8 +106,8 @@ def test_seeds_and_the_other_options_are_heeded(client):
 
 def test_generate_writes_with_the_template_and_without(server, client):
     asked: dict[str, Any] = {"model": NAME, "prompt": "What is 7 + 8?", "options": GREEDY}
-    said = client.generate(**asked, system="You are a helpful assistant.", think=False)
-    assert "15" in said.response and not said.thinking and said.context is None
+    output = client.generate(**asked, system="You are a helpful assistant.", think=False)
+    assert "15" in output.response and not output.thinking and output.context is None
     parts = list(client.generate(**asked, stream=True))
     assert "15" in "".join(part.response for part in parts) and any(part.thinking for part in parts)
     prompt = server.rendered(SUM, chat_template_kwargs={"enable_thinking": False})
@@ -123,9 +123,9 @@ def test_generate_writes_with_the_template_and_without(server, client):
 def test_calls_and_results_find_each_other_without_ids():
     calls = [{"function": {"name": name, "arguments": {"n": 1}}} for name in ("f", "g", "f")]
     results = [("g", "2"), (None, "1"), ("f", "3"), ("h", "?")]
-    said = [{"role": "assistant", "tool_calls": calls}]
-    said += [{"role": "tool", "content": content, "tool_name": name} for name, content in results]
-    messages = messages_of(read(json.dumps({"messages": said}).encode(), OllamaChat).messages)
+    output = [{"role": "assistant", "tool_calls": calls}]
+    output += [{"role": "tool", "content": content, "tool_name": name} for name, content in results]
+    messages = messages_of(read(json.dumps({"messages": output}).encode(), OllamaChat).messages)
     (f1, g, f2) = messages[0]["tool_calls"]
     assert len({f1["id"], g["id"], f2["id"]}) == 3 and f1["function"]["arguments"] == '{"n": 1}'
     assert [m.get("tool_call_id") for m in messages[1:]] == [g["id"], f1["id"], f2["id"], None]
@@ -245,12 +245,12 @@ def test_any_json_is_understood_or_refused(kind):
     @given(body=bodies(kind) | Json | st.dictionaries(st.sampled_from(["messages", "options"]), Json))
     def fuzz(body: Any) -> None:
         try:
-            said = read(json.dumps(body).encode(), kind)
-            assert isinstance(said.unloads, bool) and isinstance(said.ignored, list)
-            if not said.only_loads:
-                assert isinstance(said.as_chat(), ChatBody)
+            output = read(json.dumps(body).encode(), kind)
+            assert isinstance(output.unloads, bool) and isinstance(output.ignored, list)
+            if not output.only_loads:
+                assert isinstance(output.as_chat(), ChatBody)
             if kind is OllamaGenerate:
-                assert isinstance(said.as_completion(), CompletionBody)
+                assert isinstance(output.as_completion(), CompletionBody)
         except BadRequest as error:
             assert str(error)  # noqa: PT017 - either is fine, but nothing else
 

@@ -55,8 +55,10 @@ def test_a_model_is_pulled_with_progress_chatted_with_and_deleted(server, fake):
         counted = [(line.completed or 0, line.total) for line in lines if line.digest]
         assert counted == sorted(counted) and counted[-1] == (len(EMBEDDED.read_bytes()),) * 2
         assert names(admin) == [f"{REPO}:Q8_0"]
-        said = admin.chat(f"hf.co/{REPO}", [{"role": "user", "content": "What is 7 + 8?"}], options={"temperature": 0})
-        assert "15" in str(said.message.content)
+        output = admin.chat(
+            f"hf.co/{REPO}", [{"role": "user", "content": "What is 7 + 8?"}], options={"temperature": 0}
+        )
+        assert "15" in str(output.message.content)
         assert admin.pull(f"{REPO}:Q8_0").status == "success" and len(fake.downloads("Tiny-Q8_0.gguf")) == 1
         assert admin.delete(f"hf:{REPO}:Q8_0").status == "success"
         assert names(admin) == []

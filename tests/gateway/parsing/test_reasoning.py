@@ -95,11 +95,11 @@ def losses(style: ReasoningStyle, reply: str, kind=ReasoningParser) -> bool:
     def squeezed(text: str) -> str:
         return "".join(text.split())
 
-    said = squeezed("".join(event.text for event in parsed(style, list(reply), kind)))
+    message = squeezed("".join(event.text for event in parsed(style, list(reply), kind)))
     rest = squeezed(reply)
     kept = {rest, rest.replace(style.closing, "", 1), rest.removeprefix(style.opening)}
     kept.add(rest.removeprefix(style.opening).replace(style.closing, "", 1))
-    return said not in kept
+    return message not in kept
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -133,8 +133,8 @@ def test_broken_parsers_would_be_caught():
 
 def test_no_half_tag_is_ever_said():
     parser = ReasoningParser(OPENED)
-    said = [parser.feed(piece) for piece in ("Hm. <", "/th", "ink", ">", "\n", "Yes")]
-    assert said == [[Reasoning("Hm.")], [], [], [], [], [Text("Yes")]]
+    message = [parser.feed(piece) for piece in ("Hm. <", "/th", "ink", ">", "\n", "Yes")]
+    assert message == [[Reasoning("Hm.")], [], [], [], [], [Text("Yes")]]
 
 
 @pytest.mark.parametrize(

@@ -376,8 +376,10 @@ def test_what_json_can_say_arrives(format, calls, indent, ascii):
     )
 )
 def test_what_python_can_say_arrives(calls):
-    assume(not any(said.get("b") in ("true", "false", "True", "False") for _, said in calls))  # ``b`` is a boolean
-    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in said.items())})" for name, said in calls]
+    assume(
+        not any(message.get("b") in ("true", "false", "True", "False") for _, message in calls)
+    )  # ``b`` is a boolean
+    written = [f"{name}({', '.join(f'{key}={value!r}' for key, value in message.items())})" for name, message in calls]
     assert told("pythonic", f"<|tool_call_start|>[{', '.join(written)}]<|tool_call_end|>") == calls
 
 

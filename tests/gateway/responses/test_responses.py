@@ -39,7 +39,7 @@ def streamed(client: openai.OpenAI, input: Any, **more: Any) -> Any:
         return stream.get_final_response()
 
 
-def said(response: Any) -> Any:
+def message(response: Any) -> Any:
     """What two responses to the same question share: all but names, times and what was cached."""
     found = response.model_dump(exclude={"id", "created_at", "usage"})
     for item in found["output"]:
@@ -62,10 +62,10 @@ def test_whole_and_streamed_are_the_same(client):
     for more in ({}, {"tools": [WEATHER]}, {"reasoning": {"effort": "none"}}, {"reasoning": {"summary": "auto"}}):
         for question in ("What is 7 + 8?", "What is the weather in Rome?"):
             whole, parts = ask(client, question, **more), streamed(client, question, **more)
-            assert said(whole) == said(parts) and whole.status == "completed"
+            assert message(whole) == message(parts) and whole.status == "completed"
             assert whole.usage.input_tokens == parts.usage.input_tokens
             assert whole.usage.output_tokens == parts.usage.output_tokens > 0
-    assert said(ask(client, "What is 7 + 8?")) != said(ask(client, "What is 7 + 9?")), "this test could not fail"
+    assert message(ask(client, "What is 7 + 8?")) != message(ask(client, "What is 7 + 9?")), "this test could not fail"
 
 
 def test_thinking_is_an_item_of_its_own(client):
@@ -84,7 +84,7 @@ def test_a_reply_that_breaks_off_is_incomplete(client):
     assert cut.status == "incomplete" and cut.incomplete_details.reason == "max_output_tokens"
     assert cut.output[-1].status == "incomplete" and cut.usage.output_tokens == 3
     events = list(ask(client, "What is 7 + 8?", max_output_tokens=3, stream=True))
-    assert events[-1].type == "response.incomplete" and said(events[-1].response) == said(cut)
+    assert events[-1].type == "response.incomplete" and message(events[-1].response) == message(cut)
 
 
 def test_events_come_in_the_order_clients_count_on(client):

@@ -74,30 +74,30 @@ def call(name: str, arguments: str, *, complete: bool = True) -> list[Piece]:
 
 
 def test_calls_are_named_as_the_client_named_its_tools():
-    def said(name: str, arguments: str) -> Any:
+    def message(name: str, arguments: str) -> Any:
         (item,) = output(encoded(call(name, arguments)))
         return [item["type"], item["name"], item.get("namespace"), item.get("arguments"), item.get("input")]
 
-    assert said("f", '{"a": 1}') == ["function_call", "f", None, '{"a": 1}', None]
-    assert said("ns__g", "{}") == ["function_call", "g", "ns", "{}", None]
-    assert said("patch", '{"input": "a\\nb"}') == ["custom_tool_call", "patch", None, None, "a\nb"]
-    assert said("ns__patch", '{"input": "x"}') == ["custom_tool_call", "patch", "ns", None, "x"]
-    assert said("patch", '{"other": 1}') == ["custom_tool_call", "patch", None, None, '{"other": 1}']
-    assert said("unknown", "{}") == ["function_call", "unknown", None, "{}", None]
+    assert message("f", '{"a": 1}') == ["function_call", "f", None, '{"a": 1}', None]
+    assert message("ns__g", "{}") == ["function_call", "g", "ns", "{}", None]
+    assert message("patch", '{"input": "a\\nb"}') == ["custom_tool_call", "patch", None, None, "a\nb"]
+    assert message("ns__patch", '{"input": "x"}') == ["custom_tool_call", "patch", "ns", None, "x"]
+    assert message("patch", '{"other": 1}') == ["custom_tool_call", "patch", None, None, '{"other": 1}']
+    assert message("unknown", "{}") == ["function_call", "unknown", None, "{}", None]
 
 
 def test_spaces_around_calls_are_no_message():
-    said = encoded([Reasoning("hm"), Text("\n"), *call("f", "{}"), Text("\n"), *call("f", "{}"), Text(" \n")])
-    assert [item["type"] for item in output(said)] == ["reasoning", "function_call", "function_call"]
-    said = encoded([Text(" "), Text("Yes. "), *call("f", "{}"), Text("\n"), Text("So.")])
-    assert [item["type"] for item in output(said)] == ["message", "function_call", "message"]
-    assert [item["content"][0]["text"] for item in output(said)[::2]] == [" Yes. ", "\nSo."]
+    message = encoded([Reasoning("hm"), Text("\n"), *call("f", "{}"), Text("\n"), *call("f", "{}"), Text(" \n")])
+    assert [item["type"] for item in output(message)] == ["reasoning", "function_call", "function_call"]
+    message = encoded([Text(" "), Text("Yes. "), *call("f", "{}"), Text("\n"), Text("So.")])
+    assert [item["type"] for item in output(message)] == ["message", "function_call", "message"]
+    assert [item["content"][0]["text"] for item in output(message)[::2]] == [" Yes. ", "\nSo."]
 
 
 def test_what_breaks_off_is_incomplete():
-    said = encoded([Reasoning("hm"), Text("Ye")], "length")
-    assert [item["status"] for item in output(said)] == ["completed", "incomplete"]
-    assert said[-1]["type"] == "response.incomplete" and said[-1]["response"]["status"] == "incomplete"
+    message = encoded([Reasoning("hm"), Text("Ye")], "length")
+    assert [item["status"] for item in output(message)] == ["completed", "incomplete"]
+    assert message[-1]["type"] == "response.incomplete" and message[-1]["response"]["status"] == "incomplete"
     (item,) = output(encoded(call("f", '{"a": ', complete=False), "length"))
     assert item["status"] == "incomplete" and item["arguments"] == '{"a": '
 
@@ -146,13 +146,13 @@ def test_roles_are_those_the_template_shows():
     roles = ("developer", "system", "user", "assistant", "developer", "user")
     messages = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
 
-    def said(source: str, messages: list[Any] = messages) -> list[tuple[str, str]]:
+    def message(source: str, messages: list[Any] = messages) -> list[tuple[str, str]]:
         return [(x["role"], x["content"]) for x in in_known_roles(messages, ChatTemplate(source))]
 
-    assert [role for role, _ in said(PLAIN)] == ["system", "system", "user", "assistant", "system", "user"]
+    assert [role for role, _ in message(PLAIN)] == ["system", "system", "user", "assistant", "system", "user"]
     merged = [("system", "0\n\n1"), ("user", "2"), ("assistant", "3"), ("user", "4"), ("user", "5")]
-    assert said(FIRST_ONLY) == merged == said(STRICT)
-    assert said(STRICT, messages[1:4]) == [("system", "1"), ("user", "2"), ("assistant", "3")]
+    assert message(FIRST_ONLY) == merged == message(STRICT)
+    assert message(STRICT, messages[1:4]) == [("system", "1"), ("user", "2"), ("assistant", "3")]
 
 
 # anything at all

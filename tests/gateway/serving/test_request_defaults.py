@@ -52,7 +52,7 @@ def test_a_default_holds_unless_the_request_says_otherwise() -> None:
     assert (bare.grammar, bare.reasoning_format, bare.chat_template_kwargs) == ("root ::= x", "none", {"a": 1, "b": 1})
     sampling = bare.sampling(defaults.sampling)
     assert (sampling.temperature, sampling.seed, sampling.top_k) == (0.1, 5, 3)
-    said = ChatBody(
+    message = ChatBody(
         messages=MESSAGES,
         max_tokens=2,
         stop="X",
@@ -64,12 +64,12 @@ def test_a_default_holds_unless_the_request_says_otherwise() -> None:
         temperature=1.5,
         seed=-1,
     )
-    full = defaults.applied(said)
+    full = defaults.applied(message)
     assert full.chat_template_kwargs == {"a": 1, "b": 2} and full.grammar is None
     assert (full.reply_tokens(99), full.stops(), full.ignore_eos, full.cache_prompt) == (2, ("X",), False, True)
     sampling = full.sampling(defaults.sampling)
     assert (sampling.temperature, sampling.seed, sampling.top_k) == (1.5, None, 3)
-    assert RequestDefaults().applied(said) is said
+    assert RequestDefaults().applied(message) is message
 
 
 def test_the_servers_seed_makes_replies_the_same(server: Server) -> None:

@@ -106,16 +106,16 @@ def test_no_file_stays_open(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ({"cache_text": True}, "cache_text"),
         ({"keys": (KEY,)}, "API key"),
         ({"workspace": "gone"}, "a folder that exists"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(root: Path, more: Any, said: str) -> None:
+def test_settings_that_do_not_go_together_are_refused(root: Path, more: Any, message: str) -> None:
     ServerSettings(workspace=str(root), keys=(KEY,), api_key="k" * 16)
-    with pytest.raises(BadRequest, match=said):
+    with pytest.raises(BadRequest, match=message):
         ServerSettings(**{"workspace": str(root), **more})
 
 

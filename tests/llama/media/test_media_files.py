@@ -36,31 +36,31 @@ def attempts(folder: Path, arch: str, n: int, *flags: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("mutants")
-    return {f"{arch} {name}": said for arch, n in ARCHS.items() for name, said in attempts(folder, arch, n).items()}
+    return {f"{arch} {name}": output for arch, n in ARCHS.items() for name, output in attempts(folder, arch, n).items()}
 
 
 def test_no_mutant_ends_the_process(checked: dict[str, str]) -> None:
     assert len(checked) == len(MUTATIONS) * sum(ARCHS.values()) >= 200
     allowed = ("ModelFileError: ", "ModelError: ", "saw ", "heard ")
-    assert {name: said for name, said in checked.items() if not said.startswith(allowed)} == {}
+    assert {name: output for name, output in checked.items() if not output.startswith(allowed)} == {}
 
 
 def test_every_refusal_is_one_line_that_names_the_file(checked: dict[str, str]) -> None:
-    for name, said in checked.items():
-        if said.startswith("Model"):
-            assert name.split()[1] in said and "\n" not in said and len(said) < 700, said
+    for name, output in checked.items():
+        if output.startswith("Model"):
+            assert name.split()[1] in output and "\n" not in output and len(output) < 700, output
 
 
 def test_what_cannot_be_right_is_refused(checked: dict[str, str]) -> None:
-    for name, said in checked.items():
+    for name, output in checked.items():
         if "it_ends_too_early" in name:
-            assert re.search("ends (inside|too)|is not a GGUF file", said), said
+            assert re.search("ends (inside|too)|is not a GGUF file", output), output
 
 
 def test_unchecked_many_mutants_end_the_process(tmp_path: Path) -> None:
     """What the look beforehand is for: without it the same files kill whoever opens them."""
     found = attempts(tmp_path, "qwen35", 2, "--unchecked")
-    assert sum(said.startswith("killed by") for said in found.values()) >= 5, found
+    assert sum(output.startswith("killed by") for output in found.values()) >= 5, found
 
 
 # the rules, one by one

@@ -127,11 +127,11 @@ ASK = "from everwarm.memory_limits import tightest_limit as t; limit = t(); prin
 def test_a_real_cgroup_is_found():
     with real_cgroup(220 << 20) as group:
         enter = f"open('{group / 'cgroup.procs'}', 'w').write('0'); "
-        said = subprocess.run([sys.executable, "-c", enter + ASK], capture_output=True, text=True, check=True).stdout
-    assert int(said) == 220 << 20
+        message = subprocess.run([sys.executable, "-c", enter + ASK], capture_output=True, text=True, check=True).stdout
+    assert int(message) == 220 << 20
 
 
 def test_the_address_space_is_a_limit_too():
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 28, 3 << 28)); {ASK}"
-    said = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True).stdout
-    assert int(said) <= 3 << 28
+    message = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True).stdout
+    assert int(message) <= 3 << 28

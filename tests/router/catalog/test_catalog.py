@@ -90,9 +90,9 @@ def test_a_bad_file_is_listed_with_the_reason_and_the_others_serve(tmp_path: Pat
     ggufs.write(tmp_path / "words.gguf", n_tensors=0)
     catalog = found(tmp_path)
     assert set(catalog.specs) == {"good"} and catalog.find("empty") is None
-    said = reasons(catalog)
-    assert said.pop("short").startswith("short.gguf ends ")
-    assert said == {
+    message = reasons(catalog)
+    assert message.pop("short").startswith("short.gguf ends ")
+    assert message == {
         "empty": "empty.gguf is empty",
         "page": "page.gguf is not a GGUF file (it starts with b'<htm')",
         "pipe": "pipe.gguf is not a file",

@@ -285,10 +285,10 @@ def test_no_address_and_no_token_is_ever_said(
     fake.drops.clear()
     ask(REPO)
     captured = capfd.readouterr()
-    said = "".join((caplog.text, str(raised.value), captured.out, captured.err))
+    message = "".join((caplog.text, str(raised.value), captured.out, captured.err))
     assert raised.value.__cause__ is None and raised.value.__suppress_context__
-    assert "downloading acme/Tiny-GGUF" in said
-    assert not any(secret in said for secret in (TOKEN, "http://", "127.0.0.1", "signature"))
+    assert "downloading acme/Tiny-GGUF" in message
+    assert not any(secret in message for secret in (TOKEN, "http://", "127.0.0.1", "signature"))
 
 
 # the cache

@@ -97,7 +97,7 @@ BAD_ALLOC = "terminate called after throwing an instance of 'std::bad_alloc'\n  
 
 
 @pytest.mark.parametrize(
-    ("ending", "cause", "said"),
+    ("ending", "cause", "message"),
     [
         (
             Ending(-9, was_oom_killed=True, limit=GROUP, needed_bytes=300 << 20),
@@ -119,6 +119,6 @@ BAD_ALLOC = "terminate called after throwing an instance of 'std::bad_alloc'\n  
         (Ending(0, last_words="MemoryError"), "exit", ("exit code 0",)),
     ],
 )
-def test_an_ending_is_said_in_words(ending, cause, said):
+def test_an_ending_is_said_in_words(ending, cause, message):
     assert cause_of(ending) == cause
-    assert all(part in explained(ending) for part in said), explained(ending)
+    assert all(part in explained(ending) for part in message), explained(ending)

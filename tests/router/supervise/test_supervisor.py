@@ -47,9 +47,9 @@ async def supervised(limits: RestartLimits = QUICK, model: str = str(EMBEDDED)) 
 
 
 async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[int]:
-    said = await everything(supervisor, text, **more)
-    assert isinstance(said[-1], m.Done), said[-1]
-    return [token for message in said if isinstance(message, m.TextPiece) for token in message.tokens]
+    output = await everything(supervisor, text, **more)
+    assert isinstance(output[-1], m.Done), output[-1]
+    return [token for message in output if isinstance(message, m.TextPiece) for token in message.tokens]
 
 
 async def everything(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[m.ToGateway]:
@@ -95,11 +95,11 @@ def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
             assert supervisor.info is not None
             assert (supervisor.info.n_slots, supervisor.info.n_ctx) == (2, 4096)
             assert supervisor.info.memory_kind == "hybrid" and "<|im_start|>" in (supervisor.info.chat_template or "")
-            said = await everything(supervisor)
-            assert [type(message) for message in (said[0], said[-1])] == [m.Begun, m.Done]
-            pieces = [message for message in said if isinstance(message, m.TextPiece)]
-            assert sum(len(piece.tokens) for piece in pieces) == said[-1].n_reply > 0
-            assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + said[-1].text
+            output = await everything(supervisor)
+            assert [type(message) for message in (output[0], output[-1])] == [m.Begun, m.Done]
+            pieces = [message for message in output if isinstance(message, m.TextPiece)]
+            assert sum(len(piece.tokens) for piece in pieces) == output[-1].n_reply > 0
+            assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + output[-1].text
             assert len(supervisor.pending) == 0
 
     run(test)
@@ -245,14 +245,14 @@ def test_a_slot_action_is_never_for_the_next_engine():
 def test_a_request_that_had_streamed_is_told_so_with_503():
     async def test() -> None:
         async with supervised() as supervisor:
-            said = []
+            output = []
             stream = supervisor.stream(m.Submit(0, text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True))
             async for message in stream:
-                said.append(message)
-                if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(said) < 5:
+                output.append(message)
+                if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(output) < 5:
                     dead = kill(supervisor)
-            assert isinstance(said[-1], m.Failed)
-            assert (said[-1].status, said[-1].code) == (503, "unavailable_error")
+            assert isinstance(output[-1], m.Failed)
+            assert (output[-1].status, output[-1].code) == (503, "unavailable_error")
             await back(supervisor, dead)
             assert await answer(supervisor)
 
@@ -338,8 +338,8 @@ asyncio.run(main())
 def test_an_engine_without_address_space_says_that_memory_is_missing():
     command = [sys.executable, "-c", LIMITED, str(EMBEDDED)]
     arenas = os.environ | {"MALLOC_ARENA_MAX": "1"}  # otherwise chance decides how much of it glibc reserves
-    said = subprocess.run(command, env=arenas, capture_output=True, text=True, check=True)
-    assert "memory" in said.stdout and "500 MiB (ulimit -v)" in said.stdout, said
+    output = subprocess.run(command, env=arenas, capture_output=True, text=True, check=True)
+    assert "memory" in output.stdout and "500 MiB (ulimit -v)" in output.stdout, output
 
 
 class Kernel:
@@ -567,8 +567,8 @@ def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
 def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
     async def test() -> None:
         async with supervised() as supervisor:
-            said = [message async for message in supervisor.stream(m.Submit(0, tokens=[1 << 63], sampling=GREEDY))]
-            assert isinstance(said[-1], m.Failed) and said[-1].status == 400
+            output = [message async for message in supervisor.stream(m.Submit(0, tokens=[1 << 63], sampling=GREEDY))]
+            assert isinstance(output[-1], m.Failed) and output[-1].status == 400
             assert supervisor.n_restarts == 0
 
     run(test)

@@ -261,11 +261,11 @@ def test_what_is_quarantined_is_never_offered_again_and_can_be_looked_at(place):
 
 def test_what_a_folder_says_of_itself_is_read_again(place):
     place.mkdir()
-    said = about(path="m.gguf", ways=(Way(ModelOptions(lora=(("a", 0.5),)), ContextOptions(n_threads=3)),))
-    write_about(place, said)
-    assert read_about(place) == said
-    assert said.without_paths().path == "" and said.without_paths().ways[0].model.lora == ()
-    assert said.without_paths().ways[0].context.n_threads == 3
+    message = about(path="m.gguf", ways=(Way(ModelOptions(lora=(("a", 0.5),)), ContextOptions(n_threads=3)),))
+    write_about(place, message)
+    assert read_about(place) == message
+    assert message.without_paths().path == "" and message.without_paths().ways[0].model.lora == ()
+    assert message.without_paths().ways[0].context.n_threads == 3
 
 
 @pytest.mark.parametrize(
