@@ -108,7 +108,7 @@ def files(found: Mapping[str, Measured]) -> dict[str, str]:
         "machine has little influence. Two are measured by the clock: saving a turn (the median, because most of it is "
         "waiting for the disk) and a step (the fastest tenth of the steps). In the group *disk*, opening is given both "
         "ways, and reading every header counts the CPU time of all threads. Its objects are real files in conversations "
-        "of ten turns, written without `fsync`, so the device does not matter. An object takes about 0.7 KB of memory "
+        "of ten turns, written without `fsync`, so the device does not matter. An object takes about 1.1 KB of memory "
         "(`python -m bench objects`).",
         f"| group | measured |\n|---|---|\n{runs}",
         "Raw data: [data/scaling.json](data/scaling.json). `python -m bench.scaling disk` measures one group again.",

@@ -6,15 +6,19 @@ import math
 from functools import cache
 
 import pytest
+from bench.policy import whole_bytes
 from bench.workload.memory import trace
 
 from everwarm.cli.simulate import simulate
 from everwarm.errors import BadRequest
+from everwarm.simulate.oracle import unavoidable_tokens
 from everwarm.simulate.policies import OURS
 from everwarm.simulate.replay import Cost, replay
 from everwarm.simulate.simulated_cache import SimulatedCache
 from everwarm.simulate.simulated_machine import LARGE, MachineSize
 from everwarm.state.policy import Entry, choose
+from everwarm.state.store import disk_eviction
+from everwarm.state.store.disk_eviction import WeighedState
 
 RAM = 2 << 30
 FAST, SLOW = 2e9, 1e7
@@ -52,8 +56,10 @@ def test_a_disk_never_holds_more_than_it_can(n_bytes):
     store = SimulatedCache(OURS, LARGE, RAM, MachineSize(disk_bytes=n_bytes, disk_bytes_per_s=FAST))
     for turn in trace("in turn", "hinted", 1)[:40]:
         store.serve(turn)
-        assert store._disk is not None and store._disk._tree.ram_bytes <= n_bytes
-        store._disk._tree.check()
+        disk = store._disk
+        assert disk is not None and disk._tree.ram_bytes == disk._objects.total_bytes <= n_bytes
+        disk._objects.check()
+        disk._tree.check()
         store.tree.check()
     assert store.disk_written > n_bytes, "the control: it was full"
 
@@ -61,6 +67,35 @@ def test_a_disk_never_holds_more_than_it_can(n_bytes):
 def test_a_larger_disk_reads_less():
     reads = [cost(n_bytes).n_read for n_bytes in (0, 4 << 30, LARGE_DISK)]
     assert reads == sorted(reads, reverse=True) and reads[0] > reads[-1]
+
+
+def n_regret_with_a_small_disk(name: str) -> int:
+    turns = trace(name, "plain", 1)
+    n_new = unavoidable_tokens(turns)
+    whole = whole_bytes(turns, n_new, LARGE)
+    machine = MachineSize(disk_bytes=int(0.4 * whole), disk_bytes_per_s=FAST)
+    return replay(turns, "ours", LARGE, int(0.1 * whole), machine, n_new).n_regret
+
+
+@pytest.mark.parametrize("name", ["shifts", "popular"])
+def test_a_full_disk_loses_what_conversations_left_behind_and_not_those_that_rest(name, monkeypatch):
+    """States of earlier turns filled it, each as if the next turn could continue from it, and conversations that had
+    rested for a while were lost."""
+    n_regret = n_regret_with_a_small_disk(name)
+    monkeypatch.setattr(disk_eviction, "weigh", lambda _, kept: WeighedState(kept, kept.n_items, kept.size))
+    assert n_regret < 0.25 * n_regret_with_a_small_disk(name), "the control: each saves its whole prompt"
+
+
+def test_only_what_is_loaded_from_disk_counts_as_used_there():
+    """A prompt that RAM or the device serves says nothing of the state on disk that it begins with, too."""
+    turns, machine = trace("in turn", "hinted", 1)[:40], MachineSize(disk_bytes=LARGE_DISK, disk_bytes_per_s=FAST)
+    n_loads, hits = {}, {}
+    for ram in (RAM, LARGE_DISK):
+        store = SimulatedCache(OURS, LARGE, ram, machine)
+        n_loads[ram] = sum(store.serve(turn).disk_bytes > 0 for turn in turns)
+        assert store._disk is not None
+        hits[ram] = sum(kept.hits for kept in store._disk._objects.values())
+    assert hits == n_loads and n_loads[RAM] > 0 == n_loads[LARGE_DISK]
 
 
 def test_what_the_disk_holds_costs_only_its_loading_to_lose():

@@ -147,7 +147,7 @@ class SimulatedCache:
     def _load(self, prompt: Prompt, match: Match) -> int:
         """Loads the deepest state on disk if it is deeper than what RAM has and that is faster than reading: returns the
         bytes."""
-        n_items = 0 if self._disk is None else self._disk.deepest(prompt, self._now)
+        n_items = 0 if self._disk is None else self._disk.deepest(prompt)
         n_have = next((node.n_items for node in match.usable if node.n_items < len(prompt)), 0)
         if self._disk is None or n_items <= n_have + GUARD:
             return 0
@@ -160,7 +160,7 @@ class SimulatedCache:
             self.tree.set_checkpoint(node, Checkpoint(CutKind.STABLE, True, (), used_at=self._now))
             self.tree.set_state(node, weightless(curves.state_bytes))
         self._fill_kv(node.lineage())
-        self._disk.note_loaded(node)
+        self._disk.note_loaded(node, self._now)
         return n_bytes
 
     def _write(self, slot: SimulatedSlot, n_prompt: int) -> None:

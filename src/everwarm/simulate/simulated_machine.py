@@ -9,12 +9,12 @@ cells, as they do in the engine.
 The disk is a tree of its own, with blobs that weigh what they would. What the next turn of a conversation needs is
 written at the end of a turn: the state nearest to the prompt's end, those of shared points above it, and the KV before
 them. The end of a reply is written when RAM evicts it, where turns continue from replies. When the disk is full, what
-saves least goes first, by age and hits, as on the engine's disk.
+saves least goes first; the code that says so is that of the engine's disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,13 +23,13 @@ import numpy as np
 from everwarm.config import require
 from everwarm.errors import BadRequest
 from everwarm.prompt.prompt import Prompt
-from everwarm.state.policy import CutKind, assumed_returns, victims
-from everwarm.state.ram_eviction import WeighingFacts, weigh
+from everwarm.state.policy import CutKind
 from everwarm.state.returns import Continuation
-from everwarm.state.tree import Checkpoint, Node, Segment, Tree
+from everwarm.state.store.disk_eviction import VictimQueue
+from everwarm.state.store.index import IndexedObject, ObjectTable
+from everwarm.state.tree import Checkpoint, Node, Segment, SegmentPiece, Tree
 from everwarm.types import Blob, SeqId
 
-DISK_LOW_WATER = 0.97
 _EMPTY = Prompt.of_tokens([])
 _BYTE = np.zeros(1, np.uint8)
 
@@ -215,33 +215,25 @@ def _used_at(node: Node) -> float:
 # the disk
 
 
-@dataclass(slots=True)
 class SimulatedDisk:
-    size: MachineSize
-    curves: Curves
-    written_bytes: int = 0
-    _tree: Tree = field(default_factory=Tree)
-    _copies: dict[int, Node] = field(default_factory=dict)  # of nodes in RAM, by their ids
+    """A tree finds what a prompt begins with. What is evicted next, the table and the queue of the engine's disk say."""
 
-    def write(self, node: Node, now: float) -> None:
-        """Keeps a node's state and the KV before it, as far as they are not there yet."""
-        copy = self._tree.grow(self._tree.root(""), node.path, node.n_items)
-        self._copies[node.id] = copy
-        if copy.checkpoint is None:
-            state = weightless(self.curves.state_bytes)
-            self._tree.set_checkpoint(copy, Checkpoint(CutKind.STABLE, True, (), state=state, used_at=now))
-            self.written_bytes += self.curves.state_bytes
-        for each in copy.lineage():
-            if each.segment is None and each.parent is not None:
-                n_tokens = each.mark.n_tokens - each.parent.mark.n_tokens
-                blob, items = weightless(n_tokens * self.curves.kv_bytes_per_token), (each.start, each.n_items)
-                self._tree.set_segment(each, Segment(blob, each.parent.mark, each.mark, True, (), items=items))
-                self.written_bytes += blob.nbytes
-        self._shrink(now)
+    def __init__(self, size: MachineSize, curves: Curves) -> None:
+        self.size = size
+        self.curves = curves
+        self.written_bytes = 0
+        self._tree = Tree()
+        self._copies: dict[int, Node] = {}  # of nodes in RAM, by their ids
+        self._objects = ObjectTable()
+        self._victims = VictimQueue(self._objects, by_space=False)
+        self._segments: dict[str, Segment] = {}  # by the names of their objects
+        self._n_segments = 0
+
+    # questions
 
     def has_room(self, n_bytes: int = 1) -> bool:
         """Whether so many bytes more can be written without evicting anything."""
-        return self._tree.ram_bytes + n_bytes <= self.size.disk_bytes
+        return self._objects.total_bytes + n_bytes <= self.size.disk_bytes
 
     def seconds(self, n_bytes: int) -> float:
         """To load so many bytes."""
@@ -253,39 +245,79 @@ class SimulatedDisk:
         is_here = copy is not None and copy.checkpoint is not None and self._tree.has(copy)
         return self.seconds(n_bytes) if is_here else None
 
-    def deepest(self, prompt: Prompt, now: float) -> int:
+    def deepest(self, prompt: Prompt) -> int:
         """How many items of a prompt the deepest state here has; 0: there is none."""
         match = self._tree.match("", prompt, 0)
-        found = next((node for node in match.usable if node.n_items < len(prompt)), None)
-        if found is None or found.checkpoint is None:
-            return 0
-        found.checkpoint.used_at = now
-        found.checkpoint.hits += 1
-        return found.n_items
+        return next((node.n_items for node in match.usable if node.n_items < len(prompt)), 0)
 
-    def note_loaded(self, node: Node) -> None:
-        """A node in RAM was loaded from here."""
-        self._copies[node.id] = self._tree.grow(self._tree.root(""), node.path, node.n_items)
+    # changes
 
-    def _shrink(self, now: float) -> None:
-        if self._tree.ram_bytes <= self.size.disk_bytes:
+    def write(self, node: Node, now: float) -> None:
+        """Keeps a node's state and the KV before it, as far as they are not there yet."""
+        n_bytes = self.curves.state_bytes + node.mark.n_tokens * self.curves.kv_bytes_per_token
+        if n_bytes > self.size.disk_bytes:
             return
-        facts = WeighingFacts(now, self.curves.seconds_per_token, True, True, frozenset(), {}, assumed_returns)
-        goal = int(DISK_LOW_WATER * self.size.disk_bytes)
-        while self._tree.ram_bytes > goal:  # KV goes after the states that needed it
-            nodes = list(self._tree.nodes())
-            keys = victims(weigh(nodes, facts), self._tree.ram_bytes - goal)
-            if not keys:
+        copy = self._tree.grow(self._tree.root(""), node.path, node.n_items)
+        self._copies[node.id] = copy
+        if copy.checkpoint is not None:
+            return
+        reaches = {self._kv_of(each, now): each.n_items for each in copy.lineage() if each.parent is not None}
+        state = weightless(self.curves.state_bytes)
+        self._tree.set_checkpoint(copy, Checkpoint(CutKind.STABLE, True, (), state=state))
+        uses = tuple(reaches), tuple(reaches.values())
+        self._add(
+            IndexedObject(_state_name(copy), "state", "", copy.n_items, state.nbytes, uses[0], now, 0, "", uses[1])
+        )
+        self._evict({_state_name(copy), *reaches}, now)
+
+    def note_loaded(self, node: Node, now: float) -> None:
+        """A node in RAM was loaded from here."""
+        copy = self._copies[node.id] = self._tree.grow(self._tree.root(""), node.path, node.n_items)
+        kept = self._objects[_state_name(copy)]
+        self._victims.update(msgspec.structs.replace(kept, used_at=now, hits=kept.hits + 1), now)
+
+    def _kv_of(self, node: Node, now: float) -> str:
+        """The name of the object with the KV of a node, which is written if there is none."""
+        if node.segment is None:
+            assert node.parent is not None
+            n_bytes = (node.mark.n_tokens - node.parent.mark.n_tokens) * self.curves.kv_bytes_per_token
+            items, self._n_segments = (node.start, node.n_items), self._n_segments + 1
+            piece = SegmentPiece(*items, f"kv-{self._n_segments}", n_bytes)
+            segment = Segment(weightless(n_bytes), node.parent.mark, node.mark, True, (), items=items, pieces=(piece,))
+            self._tree.set_segment(node, segment)
+            self._segments[piece.name] = segment
+            self._add(IndexedObject(piece.name, "kv", "", node.n_items, n_bytes, (), now))
+        assert node.segment is not None
+        return node.segment.pieces[0].name
+
+    def _add(self, kept: IndexedObject) -> None:
+        self._victims.add(kept, kept.used_at)
+        self.written_bytes += kept.size
+
+    def _evict(self, spare: Collection[str], now: float) -> None:
+        """As the engine's disk does: KV that no state needs, then the states that save least."""
+        while self._objects.total_bytes > self.size.disk_bytes:
+            stranded = self._objects.stranded(spare, None)
+            found = self._objects.get(stranded or "") or self._victims.choose(None, frozenset(), spare, now)
+            if found is None:
                 break
-            for key in keys:
-                self._drop(nodes[key // 2], is_state=key % 2 == 0)
+            self._drop(found, now)
         self._copies = {key: node for key, node in self._copies.items() if self._tree.has(node)}
 
-    def _drop(self, node: Node, *, is_state: bool) -> None:
-        if is_state and node.checkpoint is not None:
-            self._tree.drop_checkpoint(node)
-        elif not is_state and node.segment is not None:
-            self._tree.drop_segment(node)
+    def _drop(self, kept: IndexedObject, now: float) -> None:
+        self._victims.remove(kept.name, now)
+        if kept.kind == "state":
+            self._tree.drop_checkpoint(self._tree.by_id[int(kept.name.removeprefix(_STATE))])
+            return
+        segment = self._segments.pop(kept.name)
+        self._tree.drop_segment(next(node for node in self._tree.nodes() if node.segment is segment))
+
+
+_STATE = "state-"
+
+
+def _state_name(copy: Node) -> str:
+    return f"{_STATE}{copy.id}"
 
 
 def weightless(n_bytes: int) -> Blob:

@@ -158,6 +158,7 @@ _OUTCOMES = {
     ReturnOutcome.STEP: 0.5,
     ReturnOutcome.ELSEWHERE: 1.5,
 }  # how often, assumed beside the last ones
+ASSUMED_STEPS = _OUTCOMES[ReturnOutcome.STEP] / sum(_OUTCOMES.values())  # of returns, before anything is known
 
 
 class ResumePoints:

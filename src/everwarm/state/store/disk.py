@@ -174,7 +174,7 @@ class Disk(DiskTier):
         self._fresh: set[str] = set()
         self._stuck: dict[str, int] = {}  # files that could not be removed
         self._objects = ObjectTable()
-        self._victims = VictimQueue(by_space=space_share < 1.0)
+        self._victims = VictimQueue(self._objects, by_space=space_share < 1.0)
         self._changed: list[str] = []  # what the pass found and has not stored yet
         self._in_hand = ""  # the object that is being written
         make_folder(directory, self._files)
@@ -429,8 +429,7 @@ class Disk(DiskTier):
                 kept = self._objects.get(name)
                 if kept is not None:
                     used = msgspec.structs.replace(kept, used_at=time.time(), hits=kept.hits + 1)
-                    self._objects.update(used)
-                    self._queue(used)
+                    self._victims.update(used, time.time())
                     self._store(used)
 
     def pin(self, pin: Pin) -> None:
@@ -637,13 +636,8 @@ class Disk(DiskTier):
 
     def _remember(self, kept: IndexedObject) -> None:
         self._stuck.pop(kept.name, None)
-        self._objects.add(kept)
-        self._queue(kept)
+        self._victims.add(kept, time.time())
         self.version += 1
-
-    def _queue(self, kept: IndexedObject) -> None:
-        if kept.kind != "kv":
-            self._victims.put(kept, time.time())
 
     def _forget(self, name: str) -> int:
         """Removes an object from the index; returns its size."""
@@ -651,9 +645,7 @@ class Disk(DiskTier):
             stuck = self._stuck.pop(name, 0)
             was_there = self._objects.is_there(name)
             size = self._objects.n_bytes([name])
-            kept = self._objects.remove(name)
-            if kept is not None:
-                self._victims.remove(kept)
+            self._victims.remove(name, time.time())
             if was_there:
                 self.version += 1
                 self._delete_row(name)

@@ -4,10 +4,11 @@ The SQLite file (WAL) says what the files say and how they were used. It can be 
 damaged, behind the files, or say anything. So it is only believed about where to look (which files may be states of how
 many items), how large files are until they are opened, and how they were used, which is not in the files.
 
-The table has objects by name, which needs which, and sums that are kept up to date. As a mapping it has the objects
-whose headers were read. Of files that are *unopened* it knows only what the index remembers: they count as there, but
-what they need is not known, so nothing may be evicted while there are any. The cost of a change grows with the object's
-needs, that of a lookup with its result: only ``values`` walks over all objects.
+The table has objects by name, which needs which, which state is above which on a lineage, and sums that are kept up to
+date. As a mapping it has the objects whose headers were read. Of files that are *unopened* it knows only what the index
+remembers: they count as there, but what they need is not known, so nothing may be evicted while there are any. The cost
+of a change grows with the object's needs, and ``around`` with the states of its conversation; that of a lookup with its
+result: only ``values`` walks over all objects.
 """
 
 from __future__ import annotations
@@ -251,6 +252,7 @@ class ObjectTable(Mapping[str, IndexedObject]):
         self._unopened: dict[str, RememberedObject | None] = {}  # None: the index says nothing of it
         self._n_users: Counter[str] = Counter()  # how many objects need each name, also names that are not here
         self._users: dict[str, set[str]] | None = None  # which these are; found when it is asked for
+        self._ends: dict[str, tuple[str, ...]] = {}  # the states whose lineage ends in each KV
         self._lengths: Counter[int] = Counter()  # of states, in items
         self._stranded: OrderedDict[str, None] = OrderedDict()  # in the order in which they became so
         self._stranded_in: dict[str, OrderedDict[str, None]] = {}  # by space
@@ -303,6 +305,39 @@ class ObjectTable(Mapping[str, IndexedObject]):
         found = (self._kept.get(name) or self._unopened.get(name) for name in set(names))
         return sum(each.size for each in found if each is not None)
 
+    def own_bytes(self, kept: IndexedObject) -> int:
+        """What goes with an object: its own bytes, and those of the KV that nothing else needs."""
+        return kept.size + self.n_bytes(need for need in kept.needs if self._n_users[need] == 1)
+
+    def above(self, kept: IndexedObject) -> IndexedObject | None:
+        """The deepest other state on the lineage of a state, as far as their KV tells: its name says which items it is
+        of, and where it is used by both, so are all items before it. None: there is none."""
+        for i in range(len(kept.needs) - 1, -1, -1) if _has_lineage(kept) else ():
+            ending = [self._kept[name] for name in self._ends.get(kept.needs[i], ())]
+            inside = [other for other in ending if other.n_items <= kept.reaches[i] and other.n_items < kept.n_items]
+            if inside:
+                return max(inside, key=lambda other: other.n_items)
+        return None
+
+    def directly_below(self, kept: IndexedObject) -> Iterator[IndexedObject]:
+        """The states for which this one is the one above."""
+        if _has_lineage(kept) and self._n_users[kept.needs[-1]] > 1:
+            for name in self._users_of(kept.needs[-1]):
+                other = self._kept[name]
+                if other.n_items > kept.n_items and (above := self.above(other)) and above.name == kept.name:
+                    yield other
+
+    def around(self, kept: IndexedObject) -> set[str]:
+        """The states whose worth depends on whether this object is there: those right above and right below it, and
+        those that need KV which only they and this one need."""
+        found = {user for need in kept.needs if self._n_users[need] == 2 for user in self._users_of(need)}
+        found |= {other.name for other in self.directly_below(kept)}
+        if (above := self.above(kept)) is not None:
+            found.add(above.name)
+        if self._n_users[kept.name] == 1:
+            found |= set(self._users_of(kept.name))
+        return found - {kept.name}
+
     def stranded(self, besides: Collection[str], space: str | None) -> str | None:
         """KV that no state needs, or a state that is not whole; of one space, or of any."""
         names = self._stranded if space is None else self._stranded_in.get(space, ())
@@ -332,6 +367,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         self._count(kept.space, kept.size)
         if kept.kind == "state":
             self._lengths[kept.n_items] += 1
+        if _has_lineage(kept):
+            self._ends[kept.needs[-1]] = (*self._ends.get(kept.needs[-1], ()), kept.name)
         for need in kept.needs:
             self._n_users[need] += 1
             if self._users is not None:
@@ -348,6 +385,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         self._count(kept.space, -kept.size)
         if kept.kind == "state":
             self._remove_length(kept.n_items)
+        if _has_lineage(kept):
+            self._remove_end(kept.needs[-1], name)
         for need in kept.needs:
             self._n_users[need] -= 1
             if not self._n_users[need]:
@@ -375,6 +414,13 @@ class ObjectTable(Mapping[str, IndexedObject]):
         if not self._lengths[n_items]:
             del self._lengths[n_items]
 
+    def _remove_end(self, need: str, name: str) -> None:
+        left = tuple(other for other in self._ends[need] if other != name)
+        if left:
+            self._ends[need] = left
+        else:
+            del self._ends[need]
+
     def _count(self, space: str, n_bytes: int) -> None:
         self.total_bytes += n_bytes
         self.space_bytes[space] += n_bytes
@@ -390,7 +436,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         heapq.heapify(self._by_size)
 
     def _users_of(self, name: str) -> Collection[str]:
-        """The objects that need this one. Seldom asked: most KV comes before its first state and goes after its last."""
+        """The objects that need this one. Seldom asked until something is evicted: most KV comes before its first state
+        and goes after its last."""
         if not self._n_users.get(name):
             return ()
         if self._users is None:
@@ -436,6 +483,8 @@ class ObjectTable(Mapping[str, IndexedObject]):
         assert self._lengths == Counter(lengths)
         assert not self._kept.keys() & self._unopened.keys()
         needed = {need for kept in self._kept.values() for need in kept.needs}
+        ends = [(kept.needs[-1], name) for name, kept in self._kept.items() if _has_lineage(kept)]
+        assert sorted((need, name) for need, names in self._ends.items() for name in names) == sorted(ends)
         assert self._n_users == Counter(need for kept in self._kept.values() for need in kept.needs)
         lost = {
             k.name
@@ -444,6 +493,11 @@ class ObjectTable(Mapping[str, IndexedObject]):
         }
         assert self._stranded.keys() == lost == {name for names in self._stranded_in.values() for name in names}
         assert list(self.largest_space().values()) == sorted(sizes.values())[-1:]
+
+
+def _has_lineage(kept: IndexedObject) -> bool:
+    """Whether it says which KV its lineage is made of. A state of a model without KV does not."""
+    return kept.kind == "state" and 0 < len(kept.needs) == len(kept.reaches)
 
 
 def _is_state(name: str) -> bool:
