@@ -48,16 +48,17 @@ def test_only_whole_lines_at_the_head_vanish(text):
 @given(MESSAGES)
 def test_twice_is_once_and_others_are_not_touched(messages):
     before = copy.deepcopy(messages)
-    once, removed = canonical(messages)
+    once = canonical(messages)
     assert messages == before
-    assert canonical(once) == (once, ())
+    again = canonical(once.messages)
+    assert again.messages == once.messages and again.rules == ()
     others = [message for message in before if message["role"] not in ("system", "developer")]
-    assert [message for message in once if message["role"] not in ("system", "developer")] == others
-    shown = [text for message in before if message["role"] in ("system", "developer") for text in texts(message)]
-    kept = [text for message in once if message["role"] in ("system", "developer") for text in texts(message)]
-    expected = [(text, without_noise(text)) for text in shown]
+    assert [message for message in once.messages if message["role"] not in ("system", "developer")] == others
+    said = [text for message in before if message["role"] in ("system", "developer") for text in texts(message)]
+    kept = [text for message in once.messages if message["role"] in ("system", "developer") for text in texts(message)]
+    expected = [(text, without_noise(text)) for text in said]
     assert kept == [rest for text, (rest, names) in expected if rest or not names]
-    assert len(removed) == sum(len(names) for _, (_, names) in expected)
+    assert len(once.rules) == sum(len(names) for _, (_, names) in expected)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,8 @@ def test_what_only_looks_like_noise_stays(text):
 def test_a_message_of_nothing_but_noise_goes_and_an_empty_one_stays():
     noisy = {"role": "system", "content": HEADER.format("a", "b")}
     empty, user = {"role": "system", "content": ""}, {"role": "user", "content": HEADER.format("a", "b")}
-    assert canonical([noisy, empty, user]) == ([empty, user], ("attribution",))
+    assert canonical([noisy, empty, user]).messages == [empty, user]
+    assert canonical([noisy, empty, user]).rules == ("attribution",)
 
 
 # over the wire

@@ -34,13 +34,13 @@ def test_lines_of_system_text_are_frozen_dropped_and_moved():
         {"role": "assistant", "content": "Today's date: stays"},
         {"role": "user", "content": "go on"},
     ]
-    changed, applied = rewritten(messages, RULES)
-    assert changed == [
+    found = rewritten(messages, RULES)
+    assert found.messages == [
         {"role": "system", "content": "You are a model.\nBe brief.\nEnd."},
         *messages[1:3],
         {"role": "user", "content": "go on\nToday's date: Monday"},
     ]
-    assert applied == ("model", "date", "folder")
+    assert found.rules == ("model", "date", "folder")
     assert messages[0]["content"] == SYSTEM, "the client's messages are not changed themselves"
 
 
@@ -49,7 +49,7 @@ def test_parts_are_changed_like_texts():
         {"role": "developer", "content": [{"type": "text", "text": SYSTEM, "cache_control": {}}, "cwd: /a"]},
         {"role": "user", "content": [{"type": "text", "text": "go on"}]},
     ]
-    (system, user), _ = rewritten(messages, RULES)
+    system, user = rewritten(messages, RULES).messages
     first = {"type": "text", "text": "You are a model.\nBe brief.\nEnd.", "cache_control": {}}
     assert system["content"] == [first, ""]
     assert user["content"][1] == {"type": "text", "text": "\nToday's date: Monday"}
@@ -57,11 +57,10 @@ def test_parts_are_changed_like_texts():
 
 def test_nothing_is_changed_without_need():
     plain = [{"role": "system", "content": "You are a model."}, {"role": "user", "content": "hello"}]
-    same, applied = rewritten(plain, RULES)
-    assert same is plain and applied == ()
-    changeable = [{"role": "system", "content": SYSTEM}]
-    assert rewritten(changeable, ()) == (changeable, ())
-    (alone,), _ = rewritten([{"role": "system", "content": "Today's date: Monday"}], RULES)
+    assert rewritten(plain, RULES).messages is plain
+    assert rewritten(plain, RULES).rules == ()
+    assert rewritten([{"role": "system", "content": SYSTEM}], ()).messages == [{"role": "system", "content": SYSTEM}]
+    (alone,) = rewritten([{"role": "system", "content": "Today's date: Monday"}], RULES).messages
     assert alone["content"] == "Today's date: Monday", "there is no message behind which it could go"
 
 

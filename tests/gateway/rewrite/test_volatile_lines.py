@@ -48,7 +48,7 @@ def test_its_rule_is_one_that_cures_it():
     lines.note("", prompt("1. (Mon)"))
     (line,) = lines.note("", prompt("2. [Tue]"))
     rules = parse_rules(line.rule())
-    (one, _), (other, asked) = (rewritten(prompt(day), rules)[0] for day in ("1. (Mon)", "2. [Tue]"))
+    (one, _), (other, asked) = (rewritten(prompt(day), rules).messages for day in ("1. (Mon)", "2. [Tue]"))
     assert one == other and prompt("1. (Mon)")[0] != prompt("2. [Tue]")[0]
     assert asked["content"] == "hi\nToday's date: 2. [Tue]."
     assert VolatileLine(3, "", "").rule() is None

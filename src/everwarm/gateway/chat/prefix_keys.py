@@ -98,8 +98,7 @@ def _listed(items: list[Any]) -> Iterator[Any]:
 
 
 def _messages(messages: list[Json]) -> Iterator[Any]:
-    cleaned, _ = canonical(messages)
-    for message in cleaned:
+    for message in canonical(messages).messages:
         content = _unmarked(message.get("content"))
         if isinstance(content, list) and len(content) == 1 and isinstance(content[0], dict) and "text" in content[0]:
             content = content[0]["text"]  # two ways to write the same

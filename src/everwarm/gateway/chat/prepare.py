@@ -18,7 +18,7 @@ from everwarm.gateway.chat.chat_template import ChatTemplate, Continues, in_know
 from everwarm.gateway.chat.content import MARKER_PART, breakpoint_in
 from everwarm.gateway.chat.reply_memory import Remembered, restored
 from everwarm.gateway.openai.schema import ChatBody
-from everwarm.gateway.rewrite.rules import Rules, canonical, rewritten
+from everwarm.gateway.rewrite.rules import Rewritten, Rules, canonical, rewritten
 from everwarm.types import Json
 
 ImageMarker = Callable[[Json], str]  # the text that stands for an image or a sound, given its content part
@@ -58,16 +58,16 @@ def prepare_chat(
     tokenizer does; ``canonicalise``: known noise at the head of system text is left out; ``remembered``: what the model
     wrote in earlier turns takes the place of what the client made of it; ``rules`` change lines of system text."""
     _require_sound(body.messages)
-    changed, applied = rewritten(body.messages, rules)
-    written = restored(changed, remembered)
-    options: Json = {"adds_bos": adds_bos, "canonicalise": canonicalise, "rewritten_by": applied}
-    n_recalled = sum(one is not other and one != other for one, other in zip(written, changed, strict=True))
+    changed = rewritten(body.messages, rules)
+    written = restored(changed.messages, remembered)
+    options: Json = {"adds_bos": adds_bos, "canonicalise": canonicalise, "rewritten_by": changed.rules}
+    n_recalled = sum(one is not other and one != other for one, other in zip(written, changed.messages, strict=True))
     if n_recalled:
         try:
             return replace(_prepared(body, written, template, marker, **options), n_recalled=n_recalled)
         except BadRequest:
             pass  # if the template refuses only what is remembered, the client's own messages stand
-    return _prepared(body, changed, template, marker, **options)
+    return _prepared(body, changed.messages, template, marker, **options)
 
 
 def _prepared(
@@ -80,13 +80,13 @@ def _prepared(
     canonicalise: bool,
     rewritten_by: tuple[str, ...],
 ) -> PreparedChat:
-    cleaned, removed = canonical(sent) if canonicalise else (sent, ())
-    messages, images = _with_markers(in_known_roles(cleaned, template), marker)
+    cleaned = canonical(sent) if canonicalise else Rewritten(sent)
+    messages, images = _with_markers(in_known_roles(cleaned.messages, template), marker)
     options = {**_template_options(body), "continues": continued_part(body)}
     rendered = template.conversation(messages, **options)
     bos = template.bos if adds_bos and rendered.text.startswith(template.bos) else ""
     add_special = adds_bos and not bos
-    made = PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, removed)
+    made = PreparedChat(rendered.text, rendered.hints, add_special, messages, options, images, bos, cleaned.rules)
     return replace(made, rewritten=rewritten_by)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +45,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Rules = tuple[Rule, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """Messages with some lines changed, and the names of the rules that changed them."""
+
+    messages: list[Json]
+    rules: tuple[str, ...] = ()
 
 
 def parse_rules(text: str) -> Rules:
@@ -88,11 +97,11 @@ def _check(given: Rule) -> None:
         raise BadRequest(f"{where}: match would match empty lines")
 
 
-def rewritten(messages: list[Json], rules: Rules) -> tuple[list[Json], tuple[str, ...]]:
-    """The messages as the rules want them, and the names of the rules that changed something. A line that is moved goes
-    behind the last message of a user or a tool; where there is none, it stays."""
+def rewritten(messages: list[Json], rules: Rules) -> Rewritten:
+    """The messages as the rules want them. A rule that changed something is named once. A line that is moved goes behind
+    the last message of a user or a tool; where there is none, it stays."""
     if not rules:
-        return messages, ()
+        return Rewritten(messages)
     last = next((i for i in range(len(messages) - 1, -1, -1) if messages[i].get("role") in ("user", "tool")), None)
     usable = rules if last is not None else tuple(rule for rule in rules if rule.action != "end")
     used: dict[str, None] = {}
@@ -103,7 +112,7 @@ def rewritten(messages: list[Json], rules: Rules) -> tuple[list[Json], tuple[str
     ]
     if last is not None and moved:
         changed[last] = _extended(changed[last], moved)
-    return (changed, tuple(used)) if used else (messages, ())
+    return Rewritten(changed, tuple(used)) if used else Rewritten(messages)
 
 
 def _mapped(message: Json, rules: Sequence[Rule], used: dict[str, None], moved: list[str]) -> Json:
@@ -155,15 +164,15 @@ NOISE_PATTERNS = {
 }
 
 
-def canonical(messages: Sequence[Json]) -> tuple[list[Json], tuple[str, ...]]:
-    """The messages without noise, and the rule by which each line was removed."""
+def canonical(messages: Sequence[Json]) -> Rewritten:
+    """Messages without noise, and the rule by which each line was removed."""
     kept, removed = [], []
     for message in messages:
         cleaned, names = _cleaned(message) if message.get("role") in SYSTEM_ROLES else (message, [])
         removed += names
         if cleaned is not None:
             kept.append(cleaned)
-    return kept, tuple(removed)
+    return Rewritten(kept, tuple(removed))
 
 
 def without_noise(text: str) -> tuple[str, list[str]]:
