@@ -54,10 +54,10 @@ def _take_turns(server: Server) -> list[Waited]:
     waits = []
     for n_round in range(N_ROUNDS):
         for i, prompt in enumerate(prompts):
-            message = post(server, "/completion", _body(prompt))
-            prompts[i] = [*prompt, *message["tokens"], *words.integers(0, N_VOCAB, N_NEW).tolist()]
+            answer = post(server, "/completion", _body(prompt))
+            prompts[i] = [*prompt, *answer["tokens"], *words.integers(0, N_VOCAB, N_NEW).tolist()]
             if n_round >= N_WARM:
-                waits.append(Waited(message["timings"]["keep_ms"], message["kept"]))
+                waits.append(Waited(answer["timings"]["keep_ms"], answer["kept"]))
     return waits
 
 

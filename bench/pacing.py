@@ -74,6 +74,7 @@ def tokens_per_s(machine: Machine, chance: Chance, seed: int, pacing: Pacing) ->
     for _ in range(N_REPLIES):
         record, ms, n_written = Record(above=pacing.record), 0.0, 0
         while n_written < N_REPLY:
+            pacing.begin_step()
             n = 0 if pacing.is_plain() else _length(pacing, record, N_REPLY - n_written - 1)
             step_ms = machine.step(1 + n, before) * rng.uniform(0.98, 1.02) + machine.slow_start * (n_steps < 10)
             before, n_steps = (1 + n, before[0]), n_steps + 1

@@ -125,7 +125,7 @@ def curves_of(core: Core) -> Curves:
 
 
 def play(core: Core, turns: Iterable[TraceTurn]) -> Played:
-    message: list[TraceTurn] = []
+    played_turns: list[TraceTurn] = []
     reads: list[int] = []
     known: dict[str, list[tuple[Codes, Codes]]] = {}  # of each conversation: paths of the trace, and with own replies
     for turn in turns:
@@ -135,9 +135,9 @@ def play(core: Core, turns: Iterable[TraceTurn]) -> Played:
         result = _ask(core, codes, replace(turn, prompt=Prompt(codes)))
         reply = np.array(result.tokens, np.int32)
         paths.append((turn.path.codes, np.concatenate([codes, reply[:-1]])))
-        message.append(replace(turn, prompt=Prompt(codes), reply=reply, at_s=now))
+        played_turns.append(replace(turn, prompt=Prompt(codes), reply=reply, at_s=now))
         reads.append(result.n_processed)
-    return Played(message, reads)
+    return Played(played_turns, reads)
 
 
 def _with_replies(codes: Codes, paths: Sequence[tuple[Codes, Codes]]) -> Codes:

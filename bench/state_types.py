@@ -93,11 +93,11 @@ def _recalls(model: Model, context: Context, rng: random.Random, n_tokens: int) 
     _put_back(context)
     _read_text(model, context, "<|im_start|>user\nWhat is my secret code?<|im_end|>\n<|im_start|>assistant\n")
     _read_text(model, context, "<think>\n\n</think>\n\n", wants_logits=True)
-    message: list[int] = []
-    while len(message) < 24 and (token := int(context.logits(0).argmax())) not in model.vocab.eog:
-        message.append(token)
+    written: list[int] = []
+    while len(written) < 24 and (token := int(context.logits(0).argmax())) not in model.vocab.eog:
+        written.append(token)
         _read(context, [token], wants_logits=True)
-    return code in b"".join(map(model.vocab.piece, message)).decode(errors="replace")
+    return code in b"".join(map(model.vocab.piece, written)).decode(errors="replace")
 
 
 def _say(model: Model, context: Context, asked: str, answered: str) -> None:

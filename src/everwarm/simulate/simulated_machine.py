@@ -264,10 +264,17 @@ class SimulatedDisk:
         reaches = {self._kv_of(each, now): each.n_items for each in copy.lineage() if each.parent is not None}
         state = weightless(self.curves.state_bytes)
         self._tree.set_checkpoint(copy, Checkpoint(CutKind.STABLE, True, (), state=state))
-        uses = tuple(reaches), tuple(reaches.values())
-        self._add(
-            IndexedObject(_state_name(copy), "state", "", copy.n_items, state.nbytes, uses[0], now, 0, "", uses[1])
+        kept = IndexedObject(
+            _state_name(copy),
+            "state",
+            key="",
+            n_items=copy.n_items,
+            size=state.nbytes,
+            needs=tuple(reaches),
+            used_at=now,
+            reaches=tuple(reaches.values()),
         )
+        self._add(kept)
         self._evict({_state_name(copy), *reaches}, now)
 
     def note_loaded(self, node: Node, now: float) -> None:

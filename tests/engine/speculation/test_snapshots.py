@@ -194,21 +194,27 @@ class Head:
     source, confidence, n_most = "mtp", 0.75, 8
 
 
+def decided(pacing: Pacing, n_most: int, record: Record, shape: StepShape) -> int:
+    """What is computed for the only reply of a new step."""
+    pacing.begin_step()
+    return pacing.computed_length(Head(), n_most, record, shape)
+
+
 def test_computed_drafts_are_alike_where_steps_should_be():
     pacing, shape = Pacing(n_even=3), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     for n_rows, seconds in ((1, 1.0), (4, 1.2)):
         for _ in range(20):
             pacing.cost.learn(n_rows, seconds)
-    lengths = {pacing.computed_length(Head(), n_most, Record(), shape) for n_most in (3, 5, 20)}
+    lengths = {decided(pacing, n_most, Record(), shape) for n_most in (3, 5, 20)}
     assert lengths == {3}
-    assert pacing.computed_length(Head(), 2, Record(), shape) == 2  # the end of a reply
+    assert decided(pacing, 2, Record(), shape) == 2  # the end of a reply
     for _ in range(N_LEARN):
         pacing.has_computed(0.1, 3)
     hopeless = Record()
     for _ in range(40):
         hopeless.above = pacing.record
         hopeless.note(Head.source, [ONE_KIND], 0)
-    assert pacing.computed_length(Head(), 20, hopeless, shape) == 0
+    assert decided(pacing, 20, hopeless, shape) == 0
 
 
 def test_a_slow_first_draft_is_not_held_against_the_drafter():
@@ -218,18 +224,18 @@ def test_a_slow_first_draft_is_not_held_against_the_drafter():
         pacing.cost.learn(1, 1.0)
     record = Record()
     for seconds in (30.0, 9.0, 0.3, 0.3, 0.3, 0.3):
-        assert pacing.computed_length(Head(), 20, record, shape) == 3
+        assert decided(pacing, 20, record, shape) == 3
         pacing.has_computed(seconds, 3)
         pacing.cost.learn(4, 1.2)
         record.note(Head.source, [ONE_KIND] * 2, 1)
-    assert pacing.computed_length(Head(), 20, record, shape) == 3
+    assert decided(pacing, 20, record, shape) == 3
     dear = Pacing(n_even=3)
     for _ in range(6):
         dear.cost.learn(1, 1.0)
     for _ in range(N_LEARN):
-        dear.computed_length(Head(), 20, Record(), shape)
+        decided(dear, 20, Record(), shape)
         dear.has_computed(30.0, 3)
-    assert dear.computed_length(Head(), 20, Record(), shape) == 0  # the control: it is always so slow
+    assert decided(dear, 20, Record(), shape) == 0  # the control: it is always so slow
 
 
 def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
@@ -241,14 +247,14 @@ def test_a_drafter_that_does_not_pay_is_asked_again_ever_more_seldom():
     for i in range(8000):
         if pacing.is_computing:
             awake.append(i)
-        assert pacing.computed_length(Head(), 8, Record(), shape) == 0
+        assert decided(pacing, 8, Record(), shape) == 0
     gaps = [gap for gap in np.diff(awake).tolist() if gap > 1]
     assert awake[: ANY_LENGTH.sleep_after] == list(range(ANY_LENGTH.sleep_after))
     assert gaps == [ANY_LENGTH.first_sleep * 2**i + 1 for i in range(len(gaps))] and len(gaps) >= 3
     for _ in range(400):
         pacing.cost.learn(2, 1.0)
         pacing.cost.learn(3, 1.0)
-    assert any(pacing.computed_length(Head(), 8, Record(), shape) for _ in range(12_000))  # rows are cheap now
+    assert any(decided(pacing, 8, Record(), shape) for _ in range(12_000))  # rows are cheap now
 
 
 def drafts_made(n_decisions: int, n_accepted: int) -> list[bool]:
@@ -256,6 +262,7 @@ def drafts_made(n_decisions: int, n_accepted: int) -> list[bool]:
     pacing, record, shape = Pacing(n_even=3), Record(), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     made = []
     for _ in range(n_decisions):
+        pacing.begin_step()
         n = 0 if pacing.is_plain() else pacing.computed_length(Head(), 20, record, shape)
         if n:
             pacing.has_computed(0.28, n)
@@ -283,6 +290,7 @@ def test_a_head_is_left_alone_as_long_with_many_replies(n_replies):
     drafted_at = []
     for step in range(1200):
         drafted = 0
+        pacing.begin_step()
         if not pacing.is_plain():
             lengths = [pacing.computed_length(Head(), 20, record, shape) for record in records]
             assert len(set(lengths)) == 1
@@ -303,6 +311,7 @@ def lengths_made(chances: Sequence[float]) -> list[int]:
     pacing, record, shape = Pacing(n_even=3), Record(), StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     rng, made = random.Random(0), []
     for chance in chances:
+        pacing.begin_step()
         n = 0 if pacing.is_plain() else pacing.computed_length(Head(), 20, record, shape)
         if n:
             n_right = next((i for i in range(n) if rng.random() >= chance), n)
@@ -334,21 +343,21 @@ def test_a_draft_that_cannot_be_as_long_as_the_others_changes_nothing_for_them()
     shape = StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     pacing = known_rows((1, 1.0), (2, 1.2), (3, 3.0), (4, 1.5))
     for _ in range(50):
-        assert pacing.computed_length(Head(), 2, Record(), shape) == 1, "two tokens do not pay, one does"
-        assert pacing.computed_length(Head(), 1, Record(), shape) == 1
-    assert pacing.computed_length(Head(), 3, Record(), shape) == 3
+        assert decided(pacing, 2, Record(), shape) == 1, "two tokens do not pay, one does"
+        assert decided(pacing, 1, Record(), shape) == 1
+    assert decided(pacing, 3, Record(), shape) == 3
 
 
 def test_another_length_is_taken_once_it_would_have_saved_a_change_and_at_once_where_this_one_does_not_pay():
     shape = StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=0.0)
     pacing = known_rows((1, 1.0), (2, 1.2), (3, 1.6), (4, 2.2))
-    lengths = [pacing.computed_length(Head(), 3, Record(), shape) for _ in range(60)]
+    lengths = [decided(pacing, 3, Record(), shape) for _ in range(60)]
     first = lengths.index(1)
     assert lengths == [3] * first + [1] * (60 - first)
     a_step = (1 + 0.75) / 1.2 / ((1 + 0.75 + 0.75**2 + 0.75**3) / 2.2) - 1
     assert first == pytest.approx(CHANGE_AFTER / a_step, abs=1.5)
     pacing = known_rows((1, 1.0), (2, 1.2), (3, 1.6), (4, 3.0))
-    assert pacing.computed_length(Head(), 3, Record(), shape) == 1
+    assert decided(pacing, 3, Record(), shape) == 1
 
 
 def test_drafts_begin_only_where_they_clearly_pay_and_go_on_while_they_pay_at_all():
@@ -356,7 +365,7 @@ def test_drafts_begin_only_where_they_clearly_pay_and_go_on_while_they_pay_at_al
     for _ in range(ONE_LENGTH.n_forced):
         pacing.has_computed(0.0, 3)
     clear, slight = (StepShape(n_rows=1, n_replies=1, n_cut=3, overhead_s=overhead_s) for overhead_s in (0.0, 0.17))
-    lengths = [pacing.computed_length(Head(), 3, Record(), shape) for shape in (slight, clear, slight, slight)]
+    lengths = [decided(pacing, 3, Record(), shape) for shape in (slight, clear, slight, slight)]
     assert lengths == [0, 3, 3, 3]  # 1.10 and 1.03 times as many tokens per second
 
 
@@ -371,7 +380,11 @@ def test_a_step_unlike_the_two_before_teaches_nothing():
 
 def test_plain_steps_come_several_in_a_row():
     pacing = Pacing(n_even=3)
-    plain_steps = [i for i in range(2400) if pacing.is_plain()]
+    plain_steps = []
+    for i in range(2400):
+        pacing.begin_step()
+        if pacing.is_plain():
+            plain_steps.append(i)
     n_first = ONE_LENGTH.n_plain_first
     later = [i for i in plain_steps if i >= n_first]
     assert plain_steps[:n_first] == list(range(n_first))

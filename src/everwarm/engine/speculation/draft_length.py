@@ -259,14 +259,18 @@ class Pacing:
         self._n_asleep = 0  # steps since the drafter was left alone
         self._n_sleep: int | None = None  # how many the next sleep takes; None: it has never slept
         self._n_steps = 0  # that could have had drafts
-        self._decided_at = -1  # the step of the last decision whether to compute
-        self._is_left_alone = False  # the drafter, in that step
+        self._has_decided = False  # whether this step asks a drafter that computes
+        self._is_left_alone = False  # the drafter, in this step
         self._n_skipped = 0  # steps since drafts were last looked for
         self._gain_s = 0.0  # that a look has saved of late
 
-    def is_plain(self) -> bool:
-        """Whether the next step has no drafts, so that it is known what such a step costs."""
+    def begin_step(self) -> None:
+        """A step that may have drafts: everything that is counted in steps counts it once, however many replies it has."""
         self._n_steps += 1
+        self._has_decided = False
+
+    def is_plain(self) -> bool:
+        """Whether this step has no drafts, so that it is known what such a step costs."""
         rhythm = self._rhythm
         return self._n_steps <= rhythm.n_plain_first or self._n_steps % rhythm.plain_every < rhythm.n_plain
 
@@ -318,8 +322,7 @@ class Pacing:
         """How many tokens are to be computed for a request. ``n_most``: at least 1. The drafter is asked for all replies of
         a step or for none, and the step counts once."""
         record.above, record.is_steady = self.record, self._n_even > 0
-        is_first = self._decided_at != self._n_steps or self._n_steps == 0
-        self._decided_at = self._n_steps
+        is_first, self._has_decided = not self._has_decided, True
         if is_first:
             self._is_left_alone = not self.is_computing
             if self._is_left_alone:

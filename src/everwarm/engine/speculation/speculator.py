@@ -134,7 +134,10 @@ class Speculator:
         if not self.is_on or n_rows_left < 1:
             return {}
         n_rows = sum(grant.n_tokens for grant in grants)
-        if _n_replies(grants, slots) == 0 or self.pacing.is_plain():
+        if _n_replies(grants, slots) == 0:
+            return {}
+        self.pacing.begin_step()
+        if self.pacing.is_plain():
             return {}
         may_look = bool(self.drafters) and self.pacing.may_look(n_rows)
         if not may_look and self.computing is None:
