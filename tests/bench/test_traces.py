@@ -21,12 +21,12 @@ def lines(*rows: dict[str, Any]) -> str:
 
 
 def test_a_line_with_messages_is_a_turn_of_its_session() -> None:
-    message = [{"role": "user", "content": "hello"}]
-    rows = ({"session_id": "a", "messages": message, "output_length": 3}, {"session_id": "b", "messages": message})
-    (first, second) = parse(lines(*rows, {"session_id": "a", "messages": message, "delay": 1500, "tools": [{"x": 1}]}))
+    history = [{"role": "user", "content": "hello"}]
+    rows = ({"session_id": "a", "messages": history, "output_length": 3}, {"session_id": "b", "messages": history})
+    (first, second) = parse(lines(*rows, {"session_id": "a", "messages": history, "delay": 1500, "tools": [{"x": 1}]}))
     assert [first.name, second.name] == ["a", "b"]
     assert [turn.n_reply for turn in first.turns] == [3, 1]
-    assert first.turns[1].body == {"messages": message, "tools": [{"x": 1}]}
+    assert first.turns[1].body == {"messages": history, "tools": [{"x": 1}]}
     assert first.turns[1].delay_s == 1.5
 
 

@@ -41,7 +41,7 @@ def tiny():
         yield forms
 
 
-def message(engine, form, prompt="Hello", seed=1, temperature=1.0, **more):
+def generated(engine, form, prompt="Hello", seed=1, temperature=1.0, **more):
     sampling = Sampling(temperature=temperature, seed=seed)
     result = engine.submit(prompt, sampling, constraint=form, **({"max_tokens": 80} | more)).result()
     return result, engine.model.vocab.detokenize(result.tokens).decode()
@@ -50,10 +50,10 @@ def message(engine, form, prompt="Hello", seed=1, temperature=1.0, **more):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_is_written_has_the_form_and_ends_with_it(engine, temperature):
     for seed in range(8):
-        result, words = message(engine, PAIR, seed=seed, temperature=temperature)
+        result, words = generated(engine, PAIR, seed=seed, temperature=temperature)
         answer = json.loads(words)
         assert result.finish is Finish.STOP and set(answer) == {"a", "b"} and answer["b"] in (1, 2)
-    result, words = message(engine, None, temperature=temperature)
+    result, words = generated(engine, None, temperature=temperature)
     with pytest.raises(ValueError):
         json.loads(words)
 
@@ -70,16 +70,16 @@ def test_penalties_and_bias_cannot_break_the_form(engine):
 
 def test_the_same_seed_says_the_same_and_another_does_not(engine):
     form = Constraint("regex", "[a-z ]{40}")
-    first, again, other = (message(engine, form, seed=seed, deterministic=True)[1] for seed in (5, 5, 6))
+    first, again, other = (generated(engine, form, seed=seed, deterministic=True)[1] for seed in (5, 5, 6))
     assert first == again != other
 
 
 def test_a_reply_that_is_cut_or_wants_no_end(engine):
-    assert message(engine, DIGITS, max_tokens=5)[0].finish is Finish.LENGTH
-    assert message(engine, DIGITS, max_tokens=0)[0].finish is Finish.LENGTH
+    assert generated(engine, DIGITS, max_tokens=5)[0].finish is Finish.LENGTH
+    assert generated(engine, DIGITS, max_tokens=0)[0].finish is Finish.LENGTH
     open_end = Constraint("regex", "(ab)+")
-    assert message(engine, open_end, ignore_eos=True, max_tokens=20)[0].finish is Finish.LENGTH
-    exact, words = message(engine, Constraint("regex", "xy|xyz"), ignore_eos=True, max_tokens=20)
+    assert generated(engine, open_end, ignore_eos=True, max_tokens=20)[0].finish is Finish.LENGTH
+    exact, words = generated(engine, Constraint("regex", "xy|xyz"), ignore_eos=True, max_tokens=20)
     assert exact.finish is Finish.STOP and words == "xyz"
 
 
@@ -228,7 +228,7 @@ def test_thinking_is_free_up_to_its_end(engine, tags):
 def test_what_cannot_be_used_is_refused_and_the_next_form_works(engine, form, words):
     with pytest.raises(BadRequest, match=words):
         engine.submit("Hello", GREEDY, constraint=form)
-    assert message(engine, DIGITS)[0].finish is Finish.STOP
+    assert generated(engine, DIGITS)[0].finish is Finish.STOP
 
 
 def test_a_form_has_a_size():

@@ -134,14 +134,14 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path):
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
-    message = [int(writer.stdout.readline()) for _ in range(40)]
+    numbers = [int(writer.stdout.readline()) for _ in range(40)]
     os.kill(writer.pid, signal.SIGKILL)
-    message += [int(line) for line in writer.stdout.read().split()]
+    numbers += [int(line) for line in writer.stdout.read().split()]
     writer.stdout.close()
     writer.wait()
     with opened(tmp_path) as store:
-        links = store.chain("n", f"resp_{message[-1]}")
-        assert [link.input[0]["n"] for link in links] == message
+        links = store.chain("n", f"resp_{numbers[-1]}")
+        assert [link.input[0]["n"] for link in links] == numbers
         assert all(len(link.input[0]["text"]) == 5000 for link in links)
 
 

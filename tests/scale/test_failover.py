@@ -42,7 +42,7 @@ def chat(server: Server, messages: list[dict[str, str]], n: int = 12) -> Any:
     return server.ask("/v1/chat/completions", {"messages": messages, "max_tokens": n, "temperature": 0, "seed": 1})
 
 
-def message(answer: Any) -> str:
+def text_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
@@ -75,7 +75,7 @@ def kill_all(server: Server) -> None:
 
 
 def next_turn(answer: Any) -> list[dict[str, str]]:
-    return [*FIRST, {"role": "assistant", "content": message(answer)}, {"role": "user", "content": words(30, 5)}]
+    return [*FIRST, {"role": "assistant", "content": text_of(answer)}, {"role": "user", "content": words(30, 5)}]
 
 
 def n_common(server: Server, *conversations: list[dict[str, str]]) -> int:
@@ -99,9 +99,9 @@ def test_another_server_goes_on_where_a_killed_one_was(s3: S3, key: Path, prefix
         again = chat(server, FIRST)
     with serving() as server:
         cold = chat(server, next_turn(first))
-        assert n_cached(cold) == 0 and message(chat(server, FIRST)) == message(again) == message(first)
+        assert n_cached(cold) == 0 and text_of(chat(server, FIRST)) == text_of(again) == text_of(first)
         n_shared = n_common(server, FIRST, next_turn(first))
-    assert message(second) == message(cold)
+    assert text_of(second) == text_of(cold)
     assert n_shared - n_cached(second) <= GUARD < n_shared, "it read again what the killed one had read"
 
 
@@ -193,7 +193,7 @@ def test_what_somebody_else_laid_there_is_never_loaded(s3: S3, key: Path, prefix
     write(s3, there)
     with sharing(key, prefix) as server:
         right = chat(server, next_turn(first))
-        assert n_cached(right) > 300 and message(right) == message(second), "this test could not fail"
+        assert n_cached(right) > 300 and text_of(right) == text_of(second), "this test could not fail"
 
 
 def test_another_models_states_are_never_loaded(s3: S3, key: Path, prefix: str):
@@ -221,12 +221,12 @@ def _kind(name: str) -> str:
 def test_the_service_goes_on_while_the_store_fails(s3: S3, key: Path, prefix: str):
     asked = [[SYSTEM, {"role": "user", "content": words(40 + 10 * i, 20 + i)}] for i in range(8)]
     with serving() as server:
-        expected = [message(chat(server, messages)) for messages in asked]
+        expected = [text_of(chat(server, messages)) for messages in asked]
     with proxied(s3.endpoint, seed=3) as proxy:
         for share in (0.0, 0.3, 1.0):
             proxy.faults, proxy.share = FAULTS, share
             with sharing(key, prefix, "--remote-wait", "0.25", endpoint=proxy.endpoint) as server:
-                assert [message(chat(server, messages)) for messages in asked] == expected
+                assert [text_of(chat(server, messages)) for messages in asked] == expected
         assert proxy.met.total() > 8
 
 
@@ -234,7 +234,7 @@ def test_a_dead_store_is_asked_once(s3: S3, key: Path, prefix: str):
     with proxied(s3.endpoint) as proxy:
         proxy.is_silent = True
         with sharing(key, prefix, "--grace", "1", "--remote-wait", "0.25", endpoint=proxy.endpoint) as server:
-            first = message(chat(server, FIRST))
+            first = text_of(chat(server, FIRST))
             assert measure(server, "breaker_open") == 1
             n_asked = proxy.n_requests
             for i in range(5):
@@ -243,4 +243,4 @@ def test_a_dead_store_is_asked_once(s3: S3, key: Path, prefix: str):
             proxy.is_silent = False
             proxy.released.set()
             until(lambda: measure(server, "breaker_open") == 0, "somebody noticed that it answers again")
-            assert message(chat(server, FIRST)) == first
+            assert text_of(chat(server, FIRST)) == first

@@ -27,7 +27,7 @@ def restarts(server: Server) -> int:
     return int(ready["restarts"]) if ready["status"] == "ready" else -1
 
 
-def message(server: Server, prompt: list[int], **more: object) -> tuple[list[int], int]:
+def reply_to(server: Server, prompt: list[int], **more: object) -> tuple[list[int], int]:
     answer = server.complete("live", prompt, 16, **more)
     return answer["tokens"], answer["timings"]["cache_n"]
 
@@ -57,20 +57,20 @@ def test_a_model_file_overwritten_in_place_is_served_anew_and_nothing_is_mixed_u
         "--no-prewarm",
     )
     with serving(*flags, model=live) as server:
-        first, _ = message(server, PROMPT)
+        first, _ = reply_to(server, PROMPT)
         until(lambda: n_written(server) > 0, "the turn is on disk")
         assert_stream_ends_with_an_error(server, lambda: overwrite(live, NEW))
-        second, n_cached = message(server, PROMPT)
-        assert n_cached == 0 and second == message(server, PROMPT, cache_prompt=False)[0] != first
+        second, n_cached = reply_to(server, PROMPT)
+        assert n_cached == 0 and second == reply_to(server, PROMPT, cache_prompt=False)[0] != first
         assert restarts(server) == 1 and "live.gguf was changed" in server.get("/ready").json["last_restart"]
         assert "live.gguf was changed while it was in use: the engine is restarted with the new file" in server.log
         until(lambda: n_written(server) > 0, "the new file's turn is on disk, too")
         overwrite(live, OLD)
         until(lambda: restarts(server) == 2, "the engine notices by itself, with nobody asking")
-        third, n_cached = message(server, [*PROMPT, *first, *NEXT])
-        assert n_cached >= len(PROMPT) and third == message(server, [*PROMPT, *first, *NEXT], cache_prompt=False)[0]
+        third, n_cached = reply_to(server, [*PROMPT, *first, *NEXT])
+        assert n_cached >= len(PROMPT) and third == reply_to(server, [*PROMPT, *first, *NEXT], cache_prompt=False)[0]
         os.utime(live)
-        n_cached = message(server, [*PROMPT, *first, *NEXT, *third])[1]
+        n_cached = reply_to(server, [*PROMPT, *first, *NEXT, *third])[1]
         assert n_cached >= len(PROMPT) and restarts(server) == 2 and "live.gguf is unchanged" in server.log
     folders = {path.parent.name for path in (tmp_path / "states").rglob("*.ew")}
     assert len(folders) == 2, "each file has its own"

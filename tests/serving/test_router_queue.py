@@ -107,9 +107,9 @@ def test_the_openai_client_streams_across_a_swap(server):
                 stream=True,
                 extra_body={"chat_template_kwargs": {"enable_thinking": False}},
             )
-            message = [chunk.choices[0].delta.content or "" for chunk in chunks]
+            pieces = [chunk.choices[0].delta.content or "" for chunk in chunks]
             pausing.join()
-            assert says in "".join(message) and "".join(message) and server.status_of(model) == "loaded"
+            assert says in "".join(pieces) and "".join(pieces) and server.status_of(model) == "loaded"
 
 
 def _pause(server: Server, before: list[int], pause_s: float) -> None:

@@ -18,16 +18,16 @@ N_REPLY = 5
 
 def played(core, turns: list[TraceTurn]) -> tuple[list[int], list[TraceTurn]]:
     """What the engine reads of each, and the same turns with the replies it gave."""
-    reads, message = [], []
+    reads, replies = [], []
     for each in turns:
         request = {"boundaries": each.boundaries, "stable": each.stable}
         result = ask(core, each.prompt.codes.tolist(), N_REPLY, **request)
         tidy(core)
         reads.append(result.n_processed)
-        message.append(
+        replies.append(
             turn(each.prompt.codes, result.tokens, each.at_s, boundaries=each.boundaries, stable=each.stable)
         )
-    return reads, message
+    return reads, replies
 
 
 def curves_of(core) -> Curves:
@@ -41,10 +41,10 @@ def curves_of(core) -> Curves:
 def test_the_simulator_reads_what_the_engine_reads(name):
     turns = [to_turn(step, n_vocab=250) for step in scenario(name, seed=1, size=0.02)][:14]
     with open_core(n_slots=2, n_ctx=4096, n_spares=0) as core:
-        reads, message = played(core, turns)
-        cost = replay(message, "ours", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
+        reads, replies = played(core, turns)
+        cost = replay(replies, "ours", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
     assert list(cost.reads) == reads
-    cold = replay(message, "cold", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
+    cold = replay(replies, "cold", curves_of(core), MANY_BYTES, MachineSize(n_slots=2, n_spares=0))
     assert cold.n_read > cost.n_read  # the control: sameness is not because nothing was saved
 
 

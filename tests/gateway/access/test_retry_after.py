@@ -77,7 +77,7 @@ def test_pending_retries_are_counted_until_they_are_due_and_up_to_a_maximum():
 
 def test_a_refusal_says_how_long_and_the_next_one_says_more():
     limits = AdmissionLimits(ServerSettings(max_requests=2), lambda: [BUSY])
-    message = []
+    waits = []
     with contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(limits.admitted(100))
@@ -85,9 +85,9 @@ def test_a_refusal_says_how_long_and_the_next_one_says_more():
             with pytest.raises(Overloaded) as refused, limits.admitted(100):
                 pass
             reply = error_response(refused.value, "req_1", "/v1/chat/completions")
-            message.append(int(reply.headers["retry-after"]))
-            assert reply.status_code == 429 and f"in about {message[-1]} s" in str(refused.value)
-    assert message == [21, 41, 62]
+            waits.append(int(reply.headers["retry-after"]))
+            assert reply.status_code == 429 and f"in about {waits[-1]} s" in str(refused.value)
+    assert waits == [21, 41, 62]
     with limits.admitted(100):
         pass
 

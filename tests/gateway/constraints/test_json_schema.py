@@ -72,10 +72,10 @@ def shared(n: int) -> dict[str, Any]:
 
 
 def nested(n: int) -> dict[str, Any]:
-    message: dict[str, Any] = {"type": "string"}
+    fixed: dict[str, Any] = {"type": "string"}
     for _ in range(n):
-        message = {"anyOf": [message]}
-    return {"properties": {"x": message}}
+        fixed = {"anyOf": [fixed]}
+    return {"properties": {"x": fixed}}
 
 
 SHAPES = (itself, ring, mesh, shared, nested)
@@ -114,9 +114,9 @@ def test_types_are_found_through_circles_and_from_every_place_in_them():
             "lost": {"$ref": "#/$defs/lost"},
         }
     }
-    message = [{"$ref": f"#/$defs/{name}"} for name in ("a", "b", "lost", "nowhere")]
+    fixed = [{"$ref": f"#/$defs/{name}"} for name in ("a", "b", "lost", "nowhere")]
     everything = {"null", "integer", "string", "other"}
-    assert allowed_types([*message, 7, None], root) == [everything, everything, set(), set(), set(), set()]
+    assert allowed_types([*fixed, 7, None], root) == [everything, everything, set(), set(), set(), set()]
 
 
 def test_a_value_brings_the_definitions_it_uses_and_no_others():

@@ -233,8 +233,8 @@ def test_a_template_that_makes_far_more_of_a_conversation_is_stopped(monkeypatch
 
 @pytest.mark.parametrize("n", [10, 20_000])
 def test_json_in_a_template_is_the_same_however_large(n: int):
-    output = {"a": list(range(n)), "b": {"c": None, "d": "é"}}
-    assert ChatTemplate("{{ x | tojson }}").render([], x=output) == json.dumps(output, ensure_ascii=False)
+    sent = {"a": list(range(n)), "b": {"c": None, "d": "é"}}
+    assert ChatTemplate("{{ x | tojson }}").render([], x=sent) == json.dumps(sent, ensure_ascii=False)
 
 
 def test_calls_whose_arguments_are_json_without_end_are_refused():

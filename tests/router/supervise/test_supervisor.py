@@ -47,9 +47,9 @@ async def supervised(limits: RestartLimits = QUICK, model: str = str(EMBEDDED)) 
 
 
 async def answer(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[int]:
-    output = await everything(supervisor, text, **more)
-    assert isinstance(output[-1], m.Done), output[-1]
-    return [token for message in output if isinstance(message, m.TextPiece) for token in message.tokens]
+    frames = await everything(supervisor, text, **more)
+    assert isinstance(frames[-1], m.Done), frames[-1]
+    return [token for message in frames if isinstance(message, m.TextPiece) for token in message.tokens]
 
 
 async def everything(supervisor: Supervisor, text: str = QUESTION, **more: Any) -> list[m.ToGateway]:
@@ -95,11 +95,11 @@ def test_a_ready_engine_says_what_it_is_and_streams_an_answer():
             assert supervisor.info is not None
             assert (supervisor.info.n_slots, supervisor.info.n_ctx) == (2, 4096)
             assert supervisor.info.memory_kind == "hybrid" and "<|im_start|>" in (supervisor.info.chat_template or "")
-            output = await everything(supervisor)
-            assert [type(message) for message in (output[0], output[-1])] == [m.Begun, m.Done]
-            pieces = [message for message in output if isinstance(message, m.TextPiece)]
-            assert sum(len(piece.tokens) for piece in pieces) == output[-1].n_reply > 0
-            assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + output[-1].text
+            frames = await everything(supervisor)
+            assert [type(message) for message in (frames[0], frames[-1])] == [m.Begun, m.Done]
+            pieces = [message for message in frames if isinstance(message, m.TextPiece)]
+            assert sum(len(piece.tokens) for piece in pieces) == frames[-1].n_reply > 0
+            assert "Everwarm Tiny" in "".join(piece.text for piece in pieces) + frames[-1].text
             assert len(supervisor.pending) == 0
 
     run(test)
@@ -245,14 +245,14 @@ def test_a_slot_action_is_never_for_the_next_engine():
 def test_a_request_that_had_streamed_is_told_so_with_503():
     async def test() -> None:
         async with supervised() as supervisor:
-            output = []
+            frames = []
             stream = supervisor.stream(m.Submit(0, text=QUESTION, sampling=GREEDY, max_tokens=4000, ignore_eos=True))
             async for message in stream:
-                output.append(message)
-                if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(output) < 5:
+                frames.append(message)
+                if isinstance(message, m.TextPiece) and supervisor.n_restarts == 0 and len(frames) < 5:
                     dead = kill(supervisor)
-            assert isinstance(output[-1], m.Failed)
-            assert (output[-1].status, output[-1].code) == (503, "unavailable_error")
+            assert isinstance(frames[-1], m.Failed)
+            assert (frames[-1].status, frames[-1].code) == (503, "unavailable_error")
             await back(supervisor, dead)
             assert await answer(supervisor)
 
@@ -338,8 +338,8 @@ asyncio.run(main())
 def test_an_engine_without_address_space_says_that_memory_is_missing():
     command = [sys.executable, "-c", LIMITED, str(EMBEDDED)]
     arenas = os.environ | {"MALLOC_ARENA_MAX": "1"}  # otherwise chance decides how much of it glibc reserves
-    output = subprocess.run(command, env=arenas, capture_output=True, text=True, check=True)
-    assert "memory" in output.stdout and "500 MiB (ulimit -v)" in output.stdout, output
+    frames = subprocess.run(command, env=arenas, capture_output=True, text=True, check=True)
+    assert "memory" in frames.stdout and "500 MiB (ulimit -v)" in frames.stdout, frames
 
 
 class Kernel:
@@ -567,8 +567,8 @@ def test_what_cannot_be_packed_does_not_end_the_supervisor_at_the_next_death():
 def test_a_token_id_no_int64_can_hold_is_refused_not_fatal():
     async def test() -> None:
         async with supervised() as supervisor:
-            output = [message async for message in supervisor.stream(m.Submit(0, tokens=[1 << 63], sampling=GREEDY))]
-            assert isinstance(output[-1], m.Failed) and output[-1].status == 400
+            frames = [message async for message in supervisor.stream(m.Submit(0, tokens=[1 << 63], sampling=GREEDY))]
+            assert isinstance(frames[-1], m.Failed) and frames[-1].status == 400
             assert supervisor.n_restarts == 0
 
     run(test)

@@ -253,16 +253,16 @@ def test_a_killed_process_leaves_whole_objects_and_all_that_it_held():
         command = [sys.executable, "-c", _WRITER, str(fd)]
         process = subprocess.Popen(command, pass_fds=(fd,), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        message = [int(process.stdout.readline()) for _ in range(rng.randrange(25, 200))]
+        numbers = [int(process.stdout.readline()) for _ in range(rng.randrange(25, 200))]
         process.send_signal(signal.SIGKILL)
         rest, _ = process.communicate()
-        message += [int(line) for line in rest.splitlines()]
+        numbers += [int(line) for line in rest.splitlines()]
         found = left(fd)
         for about, data in found.items():
             seeded = np.random.default_rng(int(about))
             n = int(seeded.integers(1, 60_000))
             assert data == seeded.integers(0, 256, n, np.uint8).tobytes()
-        assert {int(about) for about in found} >= set(message[-19:]), "something it held is lost"
+        assert {int(about) for about in found} >= set(numbers[-19:]), "something it held is lost"
         os.close(fd)
 
 

@@ -96,8 +96,8 @@ class Writer:
         os.kill(pid, signal.SIGKILL)
         while (line := self._line()) != "dead":
             lines.append(line)
-        message = [line.split() for line in lines]
-        return [int(i) for what, i in message if what == "put"], {int(i) for what, i in message if what == "drop"}
+        orders = [line.split() for line in lines]
+        return [int(i) for what, i in orders if what == "put"], {int(i) for what, i in orders if what == "drop"}
 
     def _line(self) -> str:
         line = self.process.stdout.readline()

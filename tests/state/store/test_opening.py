@@ -105,9 +105,9 @@ def wrong_all_along(disk: Disk, gate: threading.Event) -> list[str]:
     gate.set()
     disk.settle()
     trouble += wrong(disk, at_once=False)
-    message = {kept.name: kept.size for kept in disk.objects()}
-    if message != object_files(disk.directory) or disk.n_bytes != sum(message.values()):
-        trouble.append(f"it says that there are {message}")
+    sizes = {kept.name: kept.size for kept in disk.objects()}
+    if sizes != object_files(disk.directory) or disk.n_bytes != sum(sizes.values()):
+        trouble.append(f"it says that there are {sizes}")
     disk._objects.check()
     rows = disk._index._database.execute("SELECT name, kind, key, n_items, size, needs FROM objects").fetchall()
     wanted = {(k.name, k.kind, k.key, k.n_items, k.size, ",".join(k.needs)) for k in disk.objects()}
